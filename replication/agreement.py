@@ -44,18 +44,20 @@ def check_model(model: nn.Module) -> None:
 def all_or_none(group: ProcessGroup) -> Iterator[ExitStack]:
     """Raises on all ranks if a ``with`` block raises on one.
 
-    The block registers in a stack what must end before the ranks report.
+    The block registers in a stack what must end before a rank reports that it has raised.
     """
-    own, when = None, 0.0
+    own, when, text = None, 0.0, ""
     with ExitStack() as closing:
         try:
             yield closing
         except Exception as error:
-            own, when = error, time.time()
+            own, when, text = error, time.time(), describe_error(error)
             # Frees a DistributedDataParallel, which may hang if its group ends before.
             traceback.clear_frames(error.__traceback__)
-    text = "" if own is None else describe_error(own)
-    reports = group.all_gather_object((when, group.rank, text))
+            # Wakes the ranks that wait for this one. If none has raised, nothing may end before
+            # all have reported, because another rank may still be connecting to this one.
+            closing.close()
+        reports = group.all_gather_object((when, group.rank, text))
     failed = sorted(report for report in reports if report[2])
     try:
         # The first is the origin, perhaps on all ranks. Later ones may only say that their

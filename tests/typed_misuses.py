@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 import syncbn
@@ -48,6 +47,6 @@ def misuses(net: nn.Sequential, batch: Tensor, group: Group) -> None:
     summary(net).paths("synchronised")  # arg-type reportArgumentType
     summary(batch)  # arg-type reportArgumentType
     verify(net, batch, dtype="float64")  # arg-type reportArgumentType
-    verify(net, batch, ["cpu"], torch.float64)  # call-arg reportCallIssue
+    verify(net, batch, ["cpu"], None)  # call-arg reportCallIssue
     print(syncbn.SyncBatchNorm)  # attr-defined reportAttributeAccessIssue
     linear.reset_parameters()

@@ -229,7 +229,7 @@ class Group(ABC):
             raise ValueError(f"{where} takes tensors of one dtype on one device (got {got})")
         if "op" in option:
             op, dtype = option["op"], tensors[0].dtype
-            if op not in _OPS:
+            if not isinstance(op, str) or op not in _OPS:
                 raise ValueError(f"{where} knows the ops {', '.join(_OPS)} (got {op!r})")
             if not _OPS[op](dtype):
                 raise TypeError(

@@ -68,7 +68,8 @@ MARKS = "<!-- {}: begin -->", "<!-- {}: end -->"
 def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
     """The least and the largest ratio of a way, as the table prints them."""
     texts = [ratio(row, way, phase) for row in rows]
-    return f"{min(texts, key=float)} to {max(texts, key=float)}"
+    least, largest = min(texts, key=float), max(texts, key=float)
+    return least if least == largest else f"{least} to {largest}"
 
 
 def summary(tables: Mapping[str, Sequence[Table]]) -> str:

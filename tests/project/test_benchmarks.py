@@ -148,10 +148,10 @@ def test_the_page_begins_with_a_line_for_each_way_to_train():
     tables = {"step": [steps], "processes": [table("Another", 5), processes], "host": []}
     head, _, *lines = (text.split(" | ") for text in suite.summary(tables).splitlines())
     assert [line[:3] for line in lines] == [
-        [f"| [{where}](details.md#{anchor})", figures, "x: 4.00 to 4.00"]
+        [f"| [{where}](details.md#{anchor})", figures, "x: 4.00"]
         for where, anchor, figures in (
             ("replicas on the CPU", "training-steps", "1.25 to 1.50"),
-            ("processes on the CPU", "between-processes", "3.00 to 3.00"),
+            ("processes on the CPU", "between-processes", "3.00"),
         )
     ]
     page = suite.PAGE.read_text("utf-8")

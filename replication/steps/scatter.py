@@ -26,6 +26,9 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
     have the same length along ``dim``, except for 0-dim tensors, which go to every replica that
     has data, just like other objects. Containers keep their types and are new objects.
 
+    A tensor with exactly one entry per device, beside a batch of another length, is split into
+    these entries. transformers' ``Trainer`` passes the number of items this way.
+
     Entry i of a `Scattered` goes to device i. The first `Scattered` of tensors decides how the
     tensors beside it are split: the size of part i is the length of entry i.
 
@@ -139,7 +142,7 @@ def split_leaves(
     count, sizes = _plan(leaves, len(devices), dim)
     nowhere, used = [None] * count, devices[:count]
     columns = [
-        _split(leaf, sizes, dim, nowhere if i in staying else used)
+        _split(leaf, sizes, dim, nowhere if i in staying else used, len(devices))
         for i, leaf in enumerate(leaves)
     ]
     return [[column[replica] for column in columns] for replica in range(count)]
@@ -160,16 +163,20 @@ def _plan(leaves: list[Leaf], devices: int, dim: int) -> tuple[int, Sizes | None
             return 1, None
         known = [Sizes(_lengths(leaf.value, dim), _title(leaf)) for leaf in scattered]
         return counts[0], next((sizes for sizes in known if sizes.parts), known[0])
-    batch = next(filter(_is_batch, leaves), None)
-    if batch is None or devices == 1:
+    batches = list(filter(_is_batch, leaves))
+    if not batches or devices == 1:
         return devices, None
+    # A tensor of this length may have an entry per device, and the batch another length.
+    batch = next((leaf for leaf in batches if _length(leaf, dim) != devices), batches[0])
     length = _length(batch, dim)
     part = max(1, -(-length // devices))  # just as in `torch.chunk`
     parts = tuple([min(part, length - start) for start in range(0, length, part)]) or (0,)
     return len(parts), Sizes(parts, _title(batch))
 
 
-def _split(leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices) -> list[Any]:
+def _split(
+    leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices, all_devices: int
+) -> list[Any]:
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
@@ -177,8 +184,10 @@ def _split(leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices) -> list[
     if sizes is None:
         views = [leaf.value]
     else:
-        length = _length(leaf, dim)
-        if not sizes.parts or sum(sizes.parts) != length:
+        length, parts = _length(leaf, dim), sizes.parts
+        if parts and sum(parts) != length == all_devices:
+            parts = (1,) * length  # just as in torch, entries of devices without data are dropped
+        if not parts or sum(parts) != length:
             have = f"has length {sum(sizes.parts)}" if sizes.parts else "does not tell its lengths"
             raise ValueError(
                 f"{_title(leaf)} has length {length} in dimension {dim}, but the batch "
@@ -186,12 +195,12 @@ def _split(leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices) -> list[
                 "needs all of it, register it as a buffer of the model; to choose the parts "
                 "yourself, pass both as Scattered([...])"
             )
-        views = leaf.value.split(sizes.parts, dim)
+        views = leaf.value.split(parts, dim)[: len(devices)]
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
     # it would come from pageable memory, even if the batch is in pinned memory.
-    parts = list(map(moved, views, devices))
-    return [p.clone() if p is view else p for p, view in zip(parts, views, strict=True)]
+    copies = list(map(moved, views, devices))
+    return [copy.clone() if copy is v else copy for copy, v in zip(copies, views, strict=True)]
 
 
 def _title(leaf: Leaf) -> str:

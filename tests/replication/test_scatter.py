@@ -65,6 +65,18 @@ def test_parts_are_copies_however_many_there_are(length):
     assert not x.any()
 
 
+@pytest.mark.parametrize(("samples", "sizes"), [(1, [1]), (5, [2, 2, 1]), (9, [3, 3, 3])])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_tensor_as_long_as_the_devices_has_an_entry_per_replica(samples, sizes, is_first):
+    """Just as torch splits it, and drops the entries of replicas without data."""
+    batch, entries = torch.zeros(samples, 2), torch.arange(4)[:, None]
+    parts = scatter((entries, batch) if is_first else (batch, entries), ["cpu"] * 4)
+    pairs = [part if is_first else part[::-1] for part in parts]
+    assert [(entry.tolist(), len(shard)) for entry, shard in pairs] == [
+        ([[i]], size) for i, size in enumerate(sizes)
+    ]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_onto_one_device_tensors_of_different_lengths_go_whole(device):
     x, y, n = torch.zeros(4, 1), torch.zeros(3, 2), torch.tensor(1)

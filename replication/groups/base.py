@@ -223,7 +223,7 @@ class Group(ABC):
                 )
         if self.size > 1 and has_other_derivatives(tensors):
             raise lost_derivatives(where)
-        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+        kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
         if len(kinds) > 1:
             got = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
             raise ValueError(f"{where} takes tensors of one dtype on one device (got {got})")

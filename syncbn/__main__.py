@@ -29,7 +29,7 @@ from contextlib import redirect_stdout
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed, nn
@@ -274,6 +274,17 @@ def run_own_rank(rank: int, folder: str, timeout: float) -> None:
         Path(folder, "rows").write_text(json.dumps(rows), "utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
+    end(0)
+
+
+def end(status: int) -> NoReturn:
+    """Ends this process, which may have been a rank."""
+    # DistributedDataParallel keeps the threads of its group alive. If gloo's thread frees the
+    # tensors of the last collective while Python finalizes, it aborts the process
+    # (pytorch/pytorch#179291). So Python does not finalize.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def described(device: torch.device) -> str:
@@ -285,4 +296,4 @@ def described(device: torch.device) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

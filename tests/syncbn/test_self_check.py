@@ -176,7 +176,7 @@ def block_of(printed: str) -> list[str]:
 def test_ranks_of_torchrun_are_checked_and_the_first_one_prints():
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run_python(*launch, "-m", "syncbn")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.count("```\n") == 2
     command, *environment, _, head, a, b, c, d, e, f, verdict = block_of(done.stdout)
     assert command == "torchrun -m syncbn, 2 ranks"

@@ -68,12 +68,12 @@ class NormalizeRank(Function):
             numbers = (call.fingerprint, count) if is_on_host else (count,)
             constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
             rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
+            sizes = len(numbers), channels, channels
+            of_ranks, means, inverses = rows.split_with_sizes(sizes, 1)
             if is_on_host:
-                of_calls, counts_read = zip(*rows.narrow(1, 0, 2).tolist(), strict=True)
+                of_calls, counts_read = zip(*of_ranks.tolist(), strict=True)
                 call.check(of_calls)
-        first = len(numbers)
-        counts, means = rows.select(1, first - 1), rows.narrow(1, first, channels)
-        inverses = rows.narrow(1, first + channels, channels)
+        counts = of_ranks.select(1, -1)
         # On accelerators, reading the counts would block the host.
         n = round(sum(counts_read)) if is_on_host else counts.int()
         check_count(n, x)  # on every rank

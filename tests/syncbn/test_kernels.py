@@ -177,14 +177,13 @@ def test_the_default_dtype_and_device_do_not_matter(dtype):
 
 @pytest.mark.parametrize("momentum", [0.1, 0.0])
 def test_a_variance_beyond_half_precision_is_averaged_before_it_is_rounded(momentum):
-    layer, plain = (
-        SynchronizedBatchNorm2d(2, momentum=momentum).half(),
-        nn.BatchNorm1d(2, momentum=momentum).half(),
-    )
+    layer = SynchronizedBatchNorm2d(2, momentum=momentum).half()
     shards = [(torch.randn(2, 2, 3, w) * 400).half() for w in (4, 5)]
     two_shards(layer, *shards)
-    plain(torch.cat([s.flatten(2) for s in shards], 2))
-    torch.testing.assert_close(layer.running_var, plain.running_var, rtol=2e-3, atol=0)
+    var = torch.cat([s.double().flatten(2) for s in shards], 2).var((0, 2))
+    assert (var > torch.finfo(torch.half).max).all()
+    expected = (1 - momentum + momentum * var).half()
+    torch.testing.assert_close(layer.running_var, expected, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -422,7 +422,7 @@ def traced_and_exported(rank: int) -> list[str]:
     warnings.simplefilter("ignore")  # torch announces that tracing is deprecated
     net, x = convert_model(nn.Sequential(nn.BatchNorm1d(2))), torch.randn(3, 2)
     errors = [outcome_of(lambda: torch.jit.trace(net, x)).error]
-    if hasattr(torch.export, "export"):
+    if torch.__version__ >= "2.5":  # torch 2.4 raises an error of its own, before the call as well
         errors.append(outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error)
     net(x)  # which the other rank answers
     return list(map(str, errors))

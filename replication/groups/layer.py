@@ -137,7 +137,8 @@ class ReplicaAware(_Base):
         self._process_group = None if group is None else ProcessGroupHandle(group)
 
     def _is_in_replica(self) -> bool:
-        return IS_REPLICA in vars(self) or current_replica() is not None
+        # By `getattr`: releases of torch up to 2.4 cannot compile `vars` of a module.
+        return getattr(self, IS_REPLICA, False) or current_replica() is not None
 
     def _warn_if_isolated(self) -> bool:
         """Whether a replica calls this layer without its copies. Warns if it is in a forward."""

@@ -67,7 +67,8 @@ def has_other_processes(process_group: Any = None) -> bool:
     if process_group is not None:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
     everyone = world()
-    return everyone is not None and everyone.size() > 1
+    # Where torch 2.4 compiles this, even None is not None.
+    return everyone is not None and distributed.is_initialized() and everyone.size() > 1
 
 
 def name_in_graph(process_group: Any) -> str | None:

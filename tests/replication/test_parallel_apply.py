@@ -24,7 +24,7 @@ from tests.layers import (
     no_garbage_collection,
     together,
 )
-from tests.processes import run_program
+from tests.processes import program, run_pythons
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -183,21 +183,16 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
 
 # -- processes ---------------------------------------------------------------------------------
 
-of_unix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Unix")
+#: What the programs print. Torch aborts if the interpreter ends in the middle of an operation.
+PRINTED = {"forks_beside_a_forward": "done\n", "exits_with_a_busy_replica": "interrupted\n"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "printed"),
-    [
-        pytest.param("forks_beside_a_forward", "done\n", marks=of_unix),
-        # Torch aborts if the interpreter ends in the middle of an operation.
-        pytest.param("exits_with_a_busy_replica", "interrupted\n", marks=of_unix),
-    ],
-)
-def test_programs_run_to_their_end(name, printed):
-    done = run_program(name)
-    assert (done.stdout, done.stderr, done.returncode) == (printed, "", 0)
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Unix")
+def test_programs_run_to_their_end():
+    ended = run_pythons(*([program(name)] for name in PRINTED))
+    found = [(done.stdout, done.stderr, done.returncode) for done in ended]
+    assert found == [(text, "", 0) for text in PRINTED.values()]
 
 
 # -- threads of replicas -----------------------------------------------------------------------

@@ -15,20 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import (
-    execute_replication_callbacks,
-    replicate,
-)
+from replication import execute_replication_callbacks, replicate
 from replication.sync.lifecycle import current_replica
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, convert_model, replicas
-from tests.layers import (
-    CustomDataParallel,
-    ours,
-    soon,
-    together,
-    values,
-)
+from tests.layers import CustomDataParallel, ours, soon, together, values
 from tests.older_toolkit.batchnorm import BatchNorm2dCorrected
 
 # -- training that is ended --------------------------------------------------------------------

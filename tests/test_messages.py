@@ -27,15 +27,7 @@ from replication import (
 )
 from replication.devices import accelerator
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
-from tests.layers import (
-    AsTorchDoes,
-    Centering,
-    FailsAt,
-    Recomputed,
-    customized,
-    ours,
-    outcome_of,
-)
+from tests.layers import AsTorchDoes, Centering, FailsAt, Recomputed, customized, ours, outcome_of
 from tests.pairwise import pairwise
 
 CPUS = ["cpu", "cpu"]

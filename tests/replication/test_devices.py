@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import (
-    gather,
-    parallel_apply,
-    replicate,
-    scatter,
-    scatter_kwargs,
-)
+from replication import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from replication.devices import (
     accelerator,
     current_stream,

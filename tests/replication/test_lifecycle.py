@@ -22,10 +22,7 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync.lifecycle import (
-    first_failure_wins,
-    rendezvous_of,
-)
+from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline, ends, soon
 from tests.layers import (

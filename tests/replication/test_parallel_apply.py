@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
-from tests.layers import (
-    DEADLINE,
-    Centering,
-    freed,
-    no_garbage_collection,
-    together,
-)
+from tests.layers import DEADLINE, Centering, freed, no_garbage_collection, together
 from tests.processes import program, run_pythons
 from tests.sharded import BATCH, norm, whole_batch
 

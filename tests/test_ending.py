@@ -52,14 +52,6 @@ def all_replicas_have_ended() -> bool:
     return not any(t.name.startswith("replica-") and t.is_alive() for t in threading.enumerate())
 
 
-def assert_step_is_exact(model: nn.Module, net: nn.Module) -> None:
-    """The output and the statistics of the next forward."""
-    twin = twin_of(net)
-    x = torch.randn(7, 3, dtype=torch.float64)
-    torch.testing.assert_close(model(x), twin(x))
-    torch.testing.assert_close(net.state_dict(), twin.state_dict())
-
-
 def twin_of(net: nn.Module) -> nn.Sequential:
     """The same on one device, with torch's layers."""
     twin = network()
@@ -142,7 +134,9 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
         torch.testing.assert_close(state, expected)
     assert count > 100
     monkeypatch.undo()
-    assert_step_is_exact(model, net)
+    twin, x = twin_of(net), torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(net.state_dict(), twin.state_dict())
 
 
 # -- at every place where Python lets an interrupt in ------------------------------------------

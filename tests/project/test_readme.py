@@ -106,13 +106,9 @@ def test_shell_lines_run_as_they_stand(shell, tmp_path):
 
 def test_journeys_run_from_top_to_bottom(tmp_path):
     """Each in a separate process, without a warning."""
-    programs = [
-        "\n".join(text for language, text in fenced(page) if language == "python")
-        for page in JOURNEYS
-    ]
-    for page, done in zip(
-        JOURNEYS, run_pythons(*(["-c", each] for each in programs), cwd=tmp_path), strict=True
-    ):
+    programs = [[text for found, text in fenced(page) if found == "python"] for page in JOURNEYS]
+    ended = run_pythons(*(["-c", "\n".join(texts)] for texts in programs), cwd=tmp_path)
+    for page, done in zip(JOURNEYS, ended, strict=True):
         assert done.returncode == 0 and not done.stderr, done.stderr
         for shown in re.findall(r'print\(.*\)  # "(.*) \.\.\."', page.read_text("utf-8")):
             assert shown in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import signal
 import threading
 import traceback
@@ -102,12 +101,6 @@ def test_ended_call_keeps_nothing_alive():
         del outputs, replicas
         assert len(references) == 4
         assert freed(*references)
-
-
-# -- the caller's state ------------------------------------------------------------------------
-
-
-variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
 
 
 # -- errors ------------------------------------------------------------------------------------

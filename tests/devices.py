@@ -6,11 +6,16 @@ that is marked ``accelerator`` runs on them.
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from replication.devices import default_devices
 
 ACCELERATORS = [str(device) for device in default_devices()]
+
+no_accelerator = pytest.mark.skipif(
+    ACCELERATORS != [], reason="needs a machine without an accelerator"
+)
 
 #: The device of modules and batches.
 HOME = ACCELERATORS[0] if ACCELERATORS else "cpu"

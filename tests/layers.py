@@ -71,6 +71,18 @@ class Recomputed(nn.Module):
         return checkpoint(self.net, x, use_reentrant=self.use_reentrant)
 
 
+class Stop(torch.autograd.Function):
+    """Passes its input on, and no gradient back, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class Outcome(NamedTuple):
     """What a call has returned or raised."""
 

@@ -20,14 +20,21 @@ def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.Completed
     Raises:
         AssertionError: It hangs.
     """
+    return run_pythons(arguments, cwd=cwd)[0]
+
+
+def run_pythons(
+    *calls: Sequence[str], cwd: Path | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs ``python`` with each of these arguments, at once, which saves time on several cores."""
     # torch warns when it is imported where NumPy is not installed.
-    command = [sys.executable, "-W", "ignore:Failed to initialize NumPy:UserWarning", *arguments]
-    return completed(command, cwd=cwd, env=environment())[0]
+    command = [sys.executable, "-W", "ignore:Failed to initialize NumPy:UserWarning"]
+    return completed(*([*command, *call] for call in calls), cwd=cwd, env=environment())
 
 
-def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of ``tests/programs``."""
-    return run_python(str(ROOT / "tests" / "programs" / f"{name}.py"), *arguments)
+def program(name: str) -> str:
+    """The path of a program in ``tests/programs``."""
+    return str(ROOT / "tests" / "programs" / f"{name}.py")
 
 
 def completed(

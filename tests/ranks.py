@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -146,6 +147,21 @@ def _run(
     except BaseException:
         error = f"rank {rank}: {traceback.format_exc()}"
     torch.save((value, error), f"{folder}/{rank}.pt")
+
+
+def free_port() -> int:
+    """A port of this machine for ranks that meet as those of torchrun do."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def as_launched(rank: int, size: int, port: int) -> None:
+    """Lets a rank connect itself to the others once more, as those of torchrun do."""
+    distributed.barrier()  # until all are connected
+    distributed.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 #: The argument that holds what a rank sends, by the name of the collective.

@@ -47,11 +47,11 @@ def calls_of_a_layer(convert: Callable[[nn.Module], nn.Module]) -> float:
         model = DataParallel(convert(counted), ["cpu"] * 2)
         model(x)  # makes what later forwards use again
         counts = []
-        for _ in range(FORWARDS):
-            counted.calls.clear()
-            with no_garbage_collection():  # whose finalizers would be counted
+        with no_garbage_collection():  # whose finalizers would be counted
+            for _ in range(FORWARDS):
+                counted.calls.clear()
                 model(x)
-            counts.append(len(counted.calls))
+                counts.append(len(counted.calls))
         least.append(min(counts))
     few, many = least
     return (many - few) / 10

@@ -26,10 +26,6 @@ pytestmark = [
 #: every second of them.
 RUNS = 12
 
-in_either_mode = pytest.mark.parametrize(
-    "anomaly", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["usual", "anomaly mode"]
-)
-
 #: Of the delays, not of the numbers.
 chance = random.Random(0)
 
@@ -217,8 +213,10 @@ class Uneven(nn.Module):
 
 
 @pytest.mark.cpu("engine threads of several devices add gradients in order of arrival")
-@pytest.mark.parametrize("replicas", [2, 3, 5])
-@in_either_mode
+@pytest.mark.parametrize(
+    ("replicas", "anomaly"),
+    [(2, False), (3, False), (5, False), pytest.param(3, True, marks=pytest.mark.slow)],
+)
 def test_bits_do_not_depend_on_which_replica_merges(replicas, anomaly):
     """Guarantee 4: the order of arrival does not matter."""
     model, x = DataParallel(Uneven(), several(replicas)), torch.randn(4 * replicas, 4)

@@ -17,15 +17,7 @@ from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline
 from tests.devices import several
 from tests.faults import assert_next_step_is_exact, batch
-from tests.layers import (
-    Centering,
-    LayerError,
-    N,
-    Numbered,
-    as_torch_does,
-    ours,
-    outcome_of,
-)
+from tests.layers import Centering, LayerError, N, Numbered, as_torch_does, ours, outcome_of
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.accelerator

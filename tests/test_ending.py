@@ -15,20 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import (
-    execute_replication_callbacks,
-    replicate,
-)
+from replication import execute_replication_callbacks, replicate
 from replication.sync.lifecycle import current_replica
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, convert_model, replicas
-from tests.layers import (
-    CustomDataParallel,
-    ours,
-    soon,
-    together,
-    values,
-)
+from tests.layers import CustomDataParallel, ours, soon, together, values
 from tests.older_toolkit.batchnorm import BatchNorm2dCorrected
 
 # -- training that is ended --------------------------------------------------------------------
@@ -59,14 +50,6 @@ def all_replicas_have_ended() -> bool:
     # Those that torch's way runs have names of another kind, and wait for the first.
     # Python never removes a thread from its list whose start was interrupted.
     return not any(t.name.startswith("replica-") and t.is_alive() for t in threading.enumerate())
-
-
-def assert_step_is_exact(model: nn.Module, net: nn.Module) -> None:
-    """The output and the statistics of the next forward."""
-    twin = twin_of(net)
-    x = torch.randn(7, 3, dtype=torch.float64)
-    torch.testing.assert_close(model(x), twin(x))
-    torch.testing.assert_close(net.state_dict(), twin.state_dict())
 
 
 def twin_of(net: nn.Module) -> nn.Sequential:
@@ -151,7 +134,9 @@ def test_interrupted_steps_leave_the_statistics_of_the_layers_that_they_came_to(
         torch.testing.assert_close(state, expected)
     assert count > 100
     monkeypatch.undo()
-    assert_step_is_exact(model, net)
+    twin, x = twin_of(net), torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(model(x), twin(x))
+    torch.testing.assert_close(net.state_dict(), twin.state_dict())
 
 
 # -- at every place where Python lets an interrupt in ------------------------------------------

@@ -14,23 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import (
-    DataParallel,
-    ReplicaAware,
-    ReplicaFailed,
-)
+from replication import DataParallel, ReplicaAware, ReplicaFailed
 from replication.sync.lifecycle import current_replica
 from tests.deadlines import Deadline, soon
 from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
-from tests.layers import (
-    WRAPS,
-    Centering,
-    LayerError,
-    N,
-    Numbered,
-    as_a_function,
-    ours,
-)
+from tests.layers import WRAPS, Centering, LayerError, N, Numbered, as_a_function, ours
 from tests.pairwise import pairwise
 
 # -- any error, in any place, copy and runner --------------------------------------------------

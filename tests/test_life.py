@@ -18,15 +18,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.layers import (
-    FailsAt,
-    LayerError,
-    Repeat,
-    freed,
-    no_garbage_collection,
-    pickled,
-    soon,
-)
+from tests.layers import FailsAt, LayerError, Repeat, freed, no_garbage_collection, pickled, soon
 from tests.ranks import needs_gloo, run_ranks
 from tests.sharded import randomized
 from tests.stepping import assert_alike, inner

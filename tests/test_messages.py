@@ -25,25 +25,13 @@ from replication import (
     execute_replication_callbacks,
     replicate,
 )
-from replication.devices import accelerator
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
-from tests.layers import (
-    AsTorchDoes,
-    Centering,
-    FailsAt,
-    Recomputed,
-    customized,
-    ours,
-    outcome_of,
-)
+from tests.devices import no_accelerator
+from tests.layers import AsTorchDoes, Centering, FailsAt, Recomputed, customized, ours, outcome_of
 from tests.pairwise import pairwise
 
 CPUS = ["cpu", "cpu"]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
-
-without_accelerator = pytest.mark.skipif(
-    accelerator() is not None, reason="where there is none, the text says how to name the CPU"
-)
 
 
 def reads(expected: str) -> Callable[[Callable[[], Any]], Callable[[], None]]:
@@ -183,7 +171,7 @@ def test_a_layer_is_in_a_reentrant_checkpoint():
 # -- devices and wrapping ----------------------------------------------------------------------
 
 
-@without_accelerator
+@no_accelerator
 @reads("""
     ValueError: this machine has no accelerator of index 0; use "cpu" for the CPU, and
     device_ids=["cpu", "cpu"] for two replicas on it

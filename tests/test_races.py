@@ -18,11 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import (
-    execute_replication_callbacks,
-    patch_replication_callback,
-    replicate,
-)
+from replication import execute_replication_callbacks, patch_replication_callback, replicate
 from replication.groups import processes
 from replication.warning import once_for
 from syncbn import convert_model
@@ -53,30 +49,6 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return call()
 
     return values(together(*(partial(run, call) for call in calls)))
-
-
-def beside(call: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
-    """Makes a call while each of the others is repeated in a thread; returns their values."""
-    is_over = threading.Event()
-
-    def run() -> None:
-        try:
-            call()
-        finally:
-            is_over.set()
-
-    def repeat(other: Callable[[], Any]) -> list[Any]:
-        found = []
-        while not is_over.is_set():
-            found.append(other())
-        return found
-
-    _, *found = at_once(run, *(partial(repeat, other) for other in others))
-    return found
-
-
-def repeated(times: int, call: Callable[[], Any]) -> Callable[[], list[Any]]:
-    return lambda: [call() for _ in range(times)]
 
 
 @pytest.mark.skipif(

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from replication import DataParallel, UnsynchronizedWarning, data_parallel
-from replication.devices import accelerator
 from replication.warning import WarnOnce
 from syncbn import convert_model, patch_sync_batchnorm, verify
+from tests.devices import ACCELERATORS, no_accelerator
 
 CPUS = ["cpu"] * 2
 #: `replication.data_parallel` itself is the function.
@@ -126,6 +126,12 @@ def test_verify_reports_instead_of_warning():
 
 # -- no accelerator ----------------------------------------------------------------------------
 
+both_forms = pytest.mark.parametrize(
+    "make",
+    [DataParallel, lambda net, ids=None: data_parallel(net, X, ids)],
+    ids=["DataParallel", "data_parallel"],
+)
+
 
 @pytest.fixture
 def first_time(monkeypatch):
@@ -133,12 +139,8 @@ def first_time(monkeypatch):
     monkeypatch.setattr(module_of_data_parallel, "_first_warning", WarnOnce())
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize(
-    "make",
-    [DataParallel, lambda net, ids: data_parallel(net, X, ids)],
-    ids=["DataParallel", "data_parallel"],
-)
+@no_accelerator
+@both_forms
 def test_indices_without_accelerators_warn_at_the_users_line(make):
     (warning,) = warnings_of(make, nn.Linear(3, 3), [0, 1, 2])
     assert warning.filename == __file__
@@ -146,12 +148,8 @@ def test_indices_without_accelerators_warn_at_the_users_line(make):
     assert "device_ids=['cpu'] * 3" in str(warning.message)
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
-@pytest.mark.parametrize(
-    "make",
-    [DataParallel, lambda net: data_parallel(net, X)],
-    ids=["DataParallel", "data_parallel"],
-)
+@no_accelerator
+@both_forms
 def test_layers_that_communicate_warn_once_if_no_device_is_named_and_there_is_none(
     make, first_time
 ):
@@ -161,7 +159,7 @@ def test_layers_that_communicate_warn_once_if_no_device_is_named_and_there_is_no
     assert warnings_of(make, convert_model(network())) == []
 
 
-@pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")
+@no_accelerator
 def test_a_warning_that_is_an_error_is_raised_once(first_time):
     net = convert_model(network())
     with warnings.catch_warnings():
@@ -172,9 +170,9 @@ def test_a_warning_that_is_an_error_is_raised_once(first_time):
 
 
 @pytest.mark.parametrize("device_ids", [[0], ["cpu"], CPUS], ids=str)
-@pytest.mark.parametrize("make", [DataParallel, lambda net, ids: data_parallel(net, X, ids)])
+@both_forms
 def test_a_device_that_is_named_is_no_reason_to_warn(make, device_ids, first_time):
-    if device_ids == [0] and accelerator() is not None:
+    if device_ids == [0] and ACCELERATORS:
         pytest.skip("there is an accelerator")
     for net in convert_model(network()), nn.Linear(3, 3):
         assert warnings_of(make, net, device_ids) == []

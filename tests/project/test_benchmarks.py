@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
 from tests import accelerator
-from tests.processes import run_python
 from tests.ranks import needs_gloo
 
 #: Small ones, in float64.
@@ -129,11 +129,11 @@ def test_the_hosts_time_is_measured(monkeypatch):
         assert all(0 < value < math.inf for own in row.figures.values() for value in own)
 
 
-def test_program_measures_one_network():
-    program = "-m benchmarks.step --network head --replicas 2 --threads 1 --seconds 0"
-    done = run_python(*program.split())
-    assert done.returncode == 0, done.stderr
-    _, _, row = (line for line in done.stdout.splitlines() if line.startswith("|"))
+def test_program_measures_one_network(monkeypatch, capsys):
+    program = "benchmarks.step --network head --replicas 2 --threads 1 --seconds 0"
+    monkeypatch.setattr(sys, "argv", program.split())
+    step.main()
+    _, _, row = (line for line in capsys.readouterr().out.splitlines() if line.startswith("|"))
     assert row.startswith("| Detector head, 32 ch, 32x32 to 8x8 | 2 | 1 | ")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests import deadlines
 from tests.deadlines import Deadline, ends, soon
-from tests.processes import ROOT, completed, run_python
+from tests.processes import ROOT, completed, run_pythons
 
 COMPUTES = "sum(i * i for i in range(10**7))"
 
@@ -80,15 +80,8 @@ def test_after():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs SIGUSR1")
-@pytest.mark.parametrize(
-    ("caught", "last_line"),
-    [("Exception", "1 failed, 2 passed"), ("BaseException", "1 passed")],
-    ids=["test fails", "run ends"],
-)
-def test_a_test_that_hangs_ends_with_its_stack_and_the_others_are_reported(
-    caught, last_line, tmp_path
-):
-    """Long before ``faulthandler_timeout``."""
+def test_a_test_that_hangs_ends_with_its_stack_and_the_others_are_reported(tmp_path):
+    """Long before ``faulthandler_timeout``. Where nothing ends the test, the run ends."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     folder = tmp_path / "tests"
     folder.mkdir()
@@ -100,10 +93,14 @@ def test_a_test_that_hangs_ends_with_its_stack_and_the_others_are_reported(
         .replace("TEST_STALLED = 60.0", "TEST_STALLED = 0.5")
     )
     (folder / "conftest.py").write_text(conftest)
-    (folder / "test_hang.py").write_text(HANGING_TEST.format(caught=caught))
-    done = run_python("-m", "pytest", "-p", "no:cacheprovider", "tests", cwd=tmp_path)
-    assert done.returncode == 1
-    printed = done.stdout + done.stderr
-    assert "test_hang.py::test_that_hangs hangs" in printed
-    assert "in test_that_hangs" in printed
-    assert last_line in done.stdout.splitlines()[-1]
+    last_lines = {"Exception": "1 failed, 2 passed", "BaseException": "1 passed"}
+    for caught in last_lines:
+        (folder / f"test_{caught}.py").write_text(HANGING_TEST.format(caught=caught))
+    options = ["-m", "pytest", "-p", "no:cacheprovider"]
+    runs = run_pythons(*([*options, f"tests/test_{each}.py"] for each in last_lines), cwd=tmp_path)
+    for done, (caught, last_line) in zip(runs, last_lines.items(), strict=True):
+        assert done.returncode == 1
+        printed = done.stdout + done.stderr
+        assert f"test_{caught}.py::test_that_hangs hangs" in printed
+        assert "in test_that_hangs" in printed
+        assert last_line in done.stdout.splitlines()[-1]

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import replication
 import syncbn
 from replication.sync import rendezvous
-from tests.processes import run_python
-from tests.ranks import needs_gloo, run_ranks
+from tests.processes import run_python, run_pythons
+from tests.ranks import as_launched, free_port, needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -104,15 +104,14 @@ def test_shell_lines_run_as_they_stand(shell, tmp_path):
         assert done.returncode == 0 and done.stdout and not done.stderr, (line, done)
 
 
-@pytest.mark.parametrize("page", JOURNEYS, ids=name_of)
-def test_journeys_run_from_top_to_bottom(page, tmp_path):
-    """In a separate process, without a warning."""
-    program = tmp_path / "program.py"
-    program.write_text("\n".join(text for language, text in fenced(page) if language == "python"))
-    done = run_python(str(program), cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    for shown in re.findall(r'print\(.*\)  # "(.*) \.\.\."', page.read_text("utf-8")):
-        assert shown in done.stdout
+def test_journeys_run_from_top_to_bottom(tmp_path):
+    """Each in a separate process, without a warning."""
+    programs = [[text for found, text in fenced(page) if found == "python"] for page in JOURNEYS]
+    ended = run_pythons(*(["-c", "\n".join(texts)] for texts in programs), cwd=tmp_path)
+    for page, done in zip(JOURNEYS, ended, strict=True):
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        for shown in re.findall(r'print\(.*\)  # "(.*) \.\.\."', page.read_text("utf-8")):
+            assert shown in done.stdout
 
 
 def test_the_file_that_replaces_a_copy_has_the_names_of_the_copy():
@@ -122,16 +121,24 @@ def test_the_file_that_replaces_a_copy_has_the_names_of_the_copy():
     assert {"DataParallelWithCallback", "convert_model"} <= set(names)
 
 
-def launched(program, folder, processes=2):
+def launched(program, folder):
     """Saves a program and launches it as the page says. Returns the state and the accuracy."""
-    command = first(PROCESSES, "sh", "train.py").replace("=2", f"={processes}")
-    _, torchrun, *options, name = command.split()  # after a setting of the environment
-    assert torchrun == "torchrun" and f"--nproc-per-node={processes}" in options
+    command = first(PROCESSES, "sh", "train.py").split()
+    _, torchrun, *options, name = command  # after a setting of the environment
+    assert torchrun == "torchrun" and "--nproc-per-node=2" in options
     (folder / name).write_text(program)
     done = run_python("-m", "torch.distributed.run", "--standalone", *options, name, cwd=folder)
     assert done.returncode == 0, done.stderr
-    (accuracy,) = re.findall(rf"^{processes} processes: ([\d.]+)% correct$", done.stdout, re.M)
+    (accuracy,) = re.findall(r"^2 processes: ([\d.]+)% correct$", done.stdout, re.M)
     return torch.load(folder / "net.pt"), float(accuracy)
+
+
+def alone(rank, program, folder):
+    """The state after the program in a single process, which needs no launcher."""
+    as_launched(rank, 1, free_port())
+    os.chdir(folder)
+    exec(program, {"__name__": "__main__"})
+    return torch.load("net.pt")
 
 
 #: At the end of the program. A thread of gloo that Python's shutdown meets may abort the process.
@@ -148,7 +155,7 @@ def test_the_program_of_several_processes_learns_what_one_process_learns(tmp_pat
     state, accuracy = launched(program + NO_THREAD_IS_LEFT, tmp_path)
     (said,) = re.findall(r"prints `2 processes: ([\d.]+)% correct`", PROCESSES.read_text("utf-8"))
     assert abs(accuracy - float(said)) < 1  # other machines may round a point to the other side
-    torch.testing.assert_close(state, launched(program, tmp_path, processes=1)[0])
+    torch.testing.assert_close(run_ranks(1, alone, program, tmp_path), [state])
     plain = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
     plain.load_state_dict(state)
 

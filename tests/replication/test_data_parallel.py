@@ -17,16 +17,13 @@ from torch import Tensor, nn
 import replication
 from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
+from tests.devices import no_accelerator
 from tests.junk import nested
 from tests.layers import AsTorchDoes, Centering, Echo, Numbered, echoed, ours
 from tests.properties import examples
 from tests.stepping import batch, network, step
 
 CPU = torch.device("cpu")
-
-no_accelerator = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="needs a machine without an accelerator"
-)
 
 
 def test_module_without_arguments_runs_once():

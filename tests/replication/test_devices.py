@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from replication import (
-    gather,
-    parallel_apply,
-    replicate,
-    scatter,
-    scatter_kwargs,
-)
+from replication import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from replication.devices import (
     accelerator,
     current_stream,
@@ -25,7 +19,7 @@ from replication.devices import (
     use_device,
 )
 from tests.junk import X
-from tests.processes import run_program
+from tests.processes import program, run_python
 
 # -- replicas on their devices -----------------------------------------------------------------
 
@@ -55,7 +49,7 @@ def test_a_backend_needs_neither_streams_nor_a_current_device(monkeypatch):
 @pytest.mark.slow
 def test_nothing_needs_what_builds_for_the_cpu_lack():
     """pytorch#109709, #143239."""
-    done = run_program("runs_without_cuda")
+    done = run_python(program("runs_without_cuda"))
     assert (done.stdout.split(), done.stderr) == (["1"], "")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import signal
 import threading
 import traceback
@@ -17,14 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, parallel_apply, replicate
-from tests.layers import (
-    DEADLINE,
-    Centering,
-    freed,
-    no_garbage_collection,
-    together,
-)
-from tests.processes import run_program
+from tests.layers import DEADLINE, Centering, freed, no_garbage_collection, together
+from tests.processes import program, run_pythons
 from tests.sharded import BATCH, norm, whole_batch
 
 
@@ -110,12 +103,6 @@ def test_ended_call_keeps_nothing_alive():
         assert freed(*references)
 
 
-# -- the caller's state ------------------------------------------------------------------------
-
-
-variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable", default="default")
-
-
 # -- errors ------------------------------------------------------------------------------------
 
 
@@ -183,21 +170,16 @@ def test_replica_that_cannot_be_called_wakes_the_others(replica):
 
 # -- processes ---------------------------------------------------------------------------------
 
-of_unix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Unix")
+#: What the programs print. Torch aborts if the interpreter ends in the middle of an operation.
+PRINTED = {"forks_beside_a_forward": "done\n", "exits_with_a_busy_replica": "interrupted\n"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "printed"),
-    [
-        pytest.param("forks_beside_a_forward", "done\n", marks=of_unix),
-        # Torch aborts if the interpreter ends in the middle of an operation.
-        pytest.param("exits_with_a_busy_replica", "interrupted\n", marks=of_unix),
-    ],
-)
-def test_programs_run_to_their_end(name, printed):
-    done = run_program(name)
-    assert (done.stdout, done.stderr, done.returncode) == (printed, "", 0)
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs Unix")
+def test_programs_run_to_their_end():
+    ended = run_pythons(*([program(name)] for name in PRINTED))
+    found = [(done.stdout, done.stderr, done.returncode) for done in ended]
+    assert found == [(text, "", 0) for text in PRINTED.values()]
 
 
 # -- threads of replicas -----------------------------------------------------------------------

@@ -29,7 +29,7 @@ from replication._torch import timeout_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, EACH, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
-from tests.processes import run_program
+from tests.processes import program, run_python
 from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
 
 pytestmark = needs_gloo
@@ -517,7 +517,7 @@ def test_ranks(size, check, tmp_path):
 
 @pytest.mark.slow
 def test_the_first_call_does_not_import_the_compiler(tmp_path):
-    done = run_program("calls_collectives", f"file://{tmp_path}/store")
+    done = run_python(program("calls_collectives"), f"file://{tmp_path}/store")
     assert done.stdout == "None []\n", done.stderr
 
 

@@ -15,11 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
-from replication import (
-    DataParallel,
-    Group,
-    ReplicationError,
-)
+from replication import DataParallel, Group, ReplicationError
 from tests.collective_cases import (
     CASES,
     EACH,
@@ -33,13 +29,7 @@ from tests.collective_cases import (
 )
 from tests.devices import several
 from tests.junk import COLLECTIVES
-from tests.layers import (
-    DEADLINE,
-    outcome_of,
-    together,
-    until_others_wait,
-    values,
-)
+from tests.layers import DEADLINE, outcome_of, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 3])

@@ -12,19 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from replication import (
-    DataParallel,
-    execute_replication_callbacks,
-    replicate,
-)
+from replication import DataParallel, execute_replication_callbacks, replicate
 from replication._torch import HOOKS
 from syncbn import SynchronizedBatchNorm2d
-from tests.layers import (
-    WRAPS,
-    Numbered,
-    no_garbage_collection,
-    profiled,
-)
+from tests.layers import WRAPS, Numbered, no_garbage_collection, profiled
 from tests.sharded import BATCH, norm, whole_batch
 
 CPU, META = torch.device("cpu"), torch.device("meta")

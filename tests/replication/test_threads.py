@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from replication import patch_replication_callback
 from replication.steps import threads
 from tests.deadlines import DEADLINE, soon
 from tests.layers import Stock, freed, together
-from tests.replication.test_parallel_apply import Call, Token, apply, seen, variable
+from tests.replication.test_parallel_apply import Call, Token, apply, seen
 
 
 def test_each_replica_has_a_named_daemon_thread_that_is_reused():
@@ -64,6 +65,9 @@ def test_the_end_of_python_does_not_wait_for_other_threads_of_similar_names():
 
 
 # -- what replicas take over from their caller -------------------------------------------------
+
+
+variable: ContextVar[Any] = ContextVar("variable", default="default")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from syncbn.kernels import Kernels, kernels_for
 from tests import oracle
-from tests.layers import Recomputed, outcome_of
+from tests.layers import Recomputed, Stop, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
 
@@ -61,18 +61,6 @@ def layer_like(features: int = 2, **options: Any) -> SynchronizedBatchNorm1d:
 # -- the numbers -------------------------------------------------------------------------------
 
 
-class WithoutGradient(torch.autograd.Function):
-    """Has none, not even zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 def unlike(rank: int, size: int) -> list[Tensor]:
     """The input's gradient, where ranks differ in the derivatives that they want."""
     found = []
@@ -82,7 +70,7 @@ def unlike(rank: int, size: int) -> list[Tensor]:
     found += torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
     y = layer(x)
     (dx,) = torch.autograd.grad(
-        (WithoutGradient.apply(y) if rank == 0 else y).pow(3).sum(),
+        (Stop.apply(y) if rank == 0 else y).pow(3).sum(),
         x,
         create_graph=True,
         allow_unused=True,

@@ -22,7 +22,7 @@ from syncbn.replicas import LARGEST_JOINED, _gradients
 from syncbn.statistics import KernelMoments
 from tests import oracle
 from tests.deadlines import DEADLINE, soon
-from tests.layers import KNOWS_HOOKS, Recomputed, freed, knows_hooks, no_garbage_collection
+from tests.layers import KNOWS_HOOKS, Recomputed, Stop, freed, knows_hooks, no_garbage_collection
 from tests.layouts import LAYOUTS
 from tests.pairwise import pairwise
 from tests.sharded import Sharded, eps_mode, randomized, run_sharded
@@ -326,18 +326,6 @@ def test_a_second_backward_without_retain_graph_is_torchs_error():
     y.backward(torch.randn_like(y))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward(torch.randn_like(y))
-
-
-class Stop(torch.autograd.Function):
-    """Passes its input on, and no gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 @both_ways

@@ -17,7 +17,7 @@ from replication._torch import (
     uncompiled,
     unseen_by_checkpoints,
 )
-from replication.errors import is_int, lost_derivatives, path_or_root
+from replication.errors import is_int, lost_derivatives
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
@@ -25,7 +25,7 @@ from replication.groups.replicas import CallbackContext, ReplicaGroup
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
-from syncbn.replicas import History, normalized_in_replica
+from syncbn.replicas import PastCall, normalized_in_replica
 from syncbn.statistics import Arguments, CountBatch, Epsilon, RunningStatistics, check_count
 from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
 
@@ -90,8 +90,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
-    #: Set on a replica.
-    _past_calls: History | None = None
+    #: On a replica, its calls in this forward.
+    _past_calls: list[PastCall] | None = None
 
     def __init__(
         self,
@@ -122,11 +122,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
-        if isinstance(ctx, CallbackContext):  # another toolkit's context has no path
-            where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
-            # `self._past_calls = ...` would be slow on a module.
-            vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_past_calls"] = History(where)
+        # `self._past_calls = ...` would be slow on a module.
+        vars(self)["_has_original_buffers"] = copy_id == 0
+        vars(self)["_past_calls"] = []
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -281,7 +279,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    arguments: Arguments, group: Group, history: History | None, count_batch: CountBatch
+    arguments: Arguments, group: Group, past_calls: list[PastCall] | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = arguments.x
@@ -298,7 +296,7 @@ def _synchronized(
         check_count(int(n) if n.is_cpu else n, x)
         count_batch().update(moments)
     elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
-        y = normalized_in_replica(arguments, group, kernels, history, count_batch)  # type: ignore[arg-type]
+        y = normalized_in_replica(arguments, group, kernels, past_calls, count_batch)  # type: ignore[arg-type]
     else:
         y = normalized_in_rank(arguments, group, kernels, count_batch)  # type: ignore[arg-type]
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.

@@ -222,7 +222,8 @@ def batch_norm_backward_reduce(
 ) -> tuple[Tensor | None, ...]:
     """Sums ``grad_out`` and ``grad_out * (input - mean)``.
 
-    Then come the gradients of weight and bias, None unless they are wanted and there is a weight.
+    Then come the gradients of weight and bias, None without a weight. The last three arguments,
+    what to compute, are always true here.
     """
     center = in_dtype(mean, accumulation_dtype(input.dtype))
     one, mask = torch.ones_like(center), [False, True, True]
@@ -232,10 +233,9 @@ def batch_norm_backward_reduce(
     _, sum_dy_xmu, sum_dy = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
         sum_dy_xmu = sum_dy_xmu - (mean - center) * sum_dy
-    dweight = dbias = None
-    if weight is not None:
-        dweight = in_dtype(sum_dy_xmu * invstd, weight.dtype) if weight_g else None
-        dbias = in_dtype(sum_dy, weight.dtype) if bias_g else None
+    if weight is None:
+        return sum_dy, sum_dy_xmu, None, None
+    dweight, dbias = in_dtype(sum_dy_xmu * invstd, weight.dtype), in_dtype(sum_dy, weight.dtype)
     return sum_dy, sum_dy_xmu, dweight, dbias
 
 

@@ -49,9 +49,6 @@ class Moments(NamedTuple):
     mean: Tensor
     var: Tensor
 
-    def detach(self) -> Moments:
-        return Moments(self.n, self.mean.detach(), self.var.detach())
-
 
 class KernelMoments(NamedTuple):
     """Moments as the kernels have them, ``(C,)`` in the dtype that they return."""
@@ -81,7 +78,7 @@ class RunningStatistics(NamedTuple):
 
     def update(self, batch: Moments) -> None:
         """Updates the buffers in place, as torch does, with mean and unbiased variance."""
-        (total, mean, var), weight = batch.detach(), self.momentum
+        (total, mean, var), weight = batch, self.momentum
         if isinstance(weight, Tensor):
             weight = weight.to(var)
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
@@ -94,7 +91,7 @@ class RunningStatistics(NamedTuple):
                 # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
                 # device may have saved the buffer without needing its value.
                 running = buffer.data
-                merged = torch.lerp(in_float64(running), new, weight)
+                merged = torch.lerp(in_float64(running), new.detach(), weight)
                 running.copy_(merged.to(running.dtype))
 
 

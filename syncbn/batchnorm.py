@@ -135,7 +135,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if isinstance(input, Proxy):
             return self._traced(input)
         if not self.training:
-            return self._evaluated(input)
+            # A training forward may update the original's buffers before the backward of this one.
+            is_shared = self._past_calls is not None and self._has_original_buffers
+            return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
         compiles = torch.compiler.is_dynamo_compiling()
         return self._trained_in_graph(input) if compiles else self._trained(input)
 
@@ -152,27 +154,19 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: The forward of this class, even in a derived class that overrides `forward`.
     _normalize = forward
 
-    def _evaluated(self, input: Tensor) -> Tensor:
-        # A training forward may update the original's buffers before the backward of this call.
-        is_shared = self._past_calls is not None and self._has_original_buffers
-        return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
-
     def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
         """Normalizes as torch's layer does, and half precision with buffers of float32 as well."""
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
-        is_half = input.dtype in HALF
-        if mean is None or var is None or not (copies_buffers or is_half):
+        if mean is None or var is None or not (copies_buffers or input.dtype in HALF):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight: Tensor | None = self.weight
-        bias: Tensor | None = self.bias
-        if is_half:  # parameters in half precision beside such buffers, as of FSDP2
-            weight = weight if weight is None else in_dtype(weight, mean.dtype)
-            bias = bias if bias is None else in_dtype(bias, mean.dtype)
+        parameters: list[Any] = [self.weight, self.bias]
+        if input.dtype in HALF:  # parameters in half precision beside such buffers, as of FSDP2
+            parameters = [p if p is None else in_dtype(p, mean.dtype) for p in parameters]
         if copies_buffers:
             mean, var = mean.clone(), var.clone()
         momentum = float(self._count_batch().momentum) if self.training else 0.0
-        args = weight, bias, self.training, momentum, self.eps
+        args = *parameters, self.training, momentum, self.eps
         return nn.functional.batch_norm(input, mean, var, *args)
 
     def _trained_in_graph(self, input: Tensor) -> Tensor:

@@ -229,11 +229,10 @@ def revert_model(module: ModuleT) -> ModuleT:
 def _revert(layer: Any) -> None:
     former = vars(layer).pop(_FORMER, None) or PLAIN_CLASS_OF.get(type(layer))
     if former is not None:
-        process_group = None
         if isinstance(layer, ReplicaAware):
             process_group = layer.process_group
             for name in ("group_size", "_process_group", "_layer_name"):
                 vars(layer).pop(name, None)
+            if issubclass(former, nn.SyncBatchNorm):
+                vars(layer)["process_group"] = process_group
         layer.__class__ = former
-        if issubclass(former, nn.SyncBatchNorm):
-            layer.process_group = process_group

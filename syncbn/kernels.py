@@ -92,13 +92,8 @@ class Kernels(NamedTuple):
         if self is ON_CPU:
             like, momentum = x, float(momentum)
         else:
-            like = means
-            updates = (
-                updates
-                and type(momentum) is float
-                and (running_mean is None or running_mean.dtype == means.dtype)
-                and (running_var is None or running_var.dtype == means.dtype)
-            )
+            like, fits = means, running_mean is None or running_mean.dtype == means.dtype
+            updates = updates and fits and type(momentum) is float
         if not updates:
             running_mean = running_var = None
             momentum = 0.0

@@ -271,11 +271,8 @@ def end(status: int) -> NoReturn:
 
 
 def described(device: torch.device) -> str:
-    try:
-        name = torch.get_device_module(device).get_device_name(device)
-    except Exception:  # of a backend without the function, or without such a device
-        return str(device)
-    return f"{device} ({name})"
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return f"{device} ({get_name(device)})" if get_name else str(device)
 
 
 if __name__ == "__main__":

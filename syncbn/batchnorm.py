@@ -286,8 +286,7 @@ def _synchronized(
     kernels: Any = None if arguments.epsilon.clamps else kernels_for(kind)
     if kernels is None:
         y, moments = exact_batch_norm(*arguments, group.all_reduce)
-        n: Any = moments.n
-        check_count(int(n) if n.is_cpu else n, x)
+        check_count(int(moments.n) if moments.n.is_cpu else moments.n, x)
         count_batch().update(moments)
     elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
         y = normalized_in_replica(arguments, group, kernels, past_calls, count_batch)  # type: ignore[arg-type]

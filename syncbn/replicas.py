@@ -145,23 +145,20 @@ def replies(
 
     Runs in the thread of the last replica to arrive. Joined shards have no moments.
     """
-    if all(map(attrgetter("may_be_joined"), shards)):
-        ys = joined(shards, count_batch)
-        if ys is not None:
-            return [(None, y) for y in ys]
+    may_be_joined = all(map(attrgetter("may_be_joined"), shards))
+    if may_be_joined and len({(s.x.shape[1:], memory_format(s.x)) for s in shards}) == 1:
+        return [(None, y) for y in joined(shards, count_batch)]
     batches = merge_moments(shards, count_batch)
     return list(zip(batches, connected(shards, batches), strict=True))
 
 
-def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor] | None:
-    """Returns the outputs of all shards by torch's own layer, or None if shapes don't fit.
+def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor]:
+    """Returns the outputs of shards that differ only in length, by torch's own layer.
 
     The obvious synchronized layer, ``batch_norm(cat(shards))`` split again. For small shards on
     the CPU, where calling operations takes longer than computing them.
     """
     xs = [shard.x for shard in shards]
-    if len({(x.shape[1:], memory_format(x)) for x in xs}) > 1:
-        return None
     weight, bias, eps = shards[0].weight, shards[0].bias, shards[0].eps
     if weight is not None:
         weight = weight.contiguous()  # torch's backward of (N, C) takes that for granted

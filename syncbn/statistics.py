@@ -45,7 +45,7 @@ class Moments(NamedTuple):
     """Mean and biased variance of each channel, ``(C,)`` in float64."""
 
     #: The number of values per channel. A tensor where reading it would block the host.
-    n: int | Tensor
+    n: Any
     mean: Tensor
     var: Tensor
 

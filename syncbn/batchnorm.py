@@ -253,16 +253,14 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """Counts a batch, and returns the buffers to update with its moments."""
         if not self.track_running_stats:
             return RunningStatistics()
-        momentum: Any = self.momentum
+        momentum: Any = float(self.momentum or 0.0)
         buffers = self._buffers  # attributes that torch looks up in Python
         batches = buffers.get("num_batches_tracked")
         if batches is not None:
             batches.add_(1)
-            if momentum is None:
+            if self.momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
                 momentum = in_float64(batches).reciprocal()
-        if not isinstance(momentum, Tensor):
-            momentum = float(momentum or 0.0)
         return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
     def _named(self) -> str:

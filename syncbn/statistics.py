@@ -153,12 +153,10 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes moments of many values, with the rounding error of a mean in the dtype of x."""
     if x.is_contiguous() and x[0, 0].numel() >= _LEAST_ROW:
         return _moments_of_rows(x)
-    if x.dtype in HALF:
-        # The kernel returns all digits only if it has buffers for them.
-        like = x.new_zeros(x.size(1), dtype=torch.float32)
-        mean, var = torch.batch_norm_update_stats(x, like, like.clone(), 1.0)
-    else:
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    buffers: Any = None, None
+    if x.dtype in HALF:  # in which the kernel returns all digits only if it has buffers for them
+        buffers = x.new_zeros(2, x.size(1), dtype=torch.float32)
+    mean, var = torch.batch_norm_update_stats(x, buffers[0], buffers[1], 1.0)
     return mean.double(), var.double()
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import platform
 import sys
@@ -27,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -225,14 +223,15 @@ def check_own_ranks(timeout: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         # By the name under which new processes find it: their `__main__` is another.
         run = import_module("syncbn.__main__").run_own_rank
+        receiver, sender = torch.multiprocessing.Pipe(duplex=False)
         context = torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
-            run, (folder, timeout), nprocs=2, join=False
+            run, (folder, timeout, sender), nprocs=2, join=False
         )
         try:
             # Each call waits for one of them.
             if not (context.join(timeout) or context.join(timeout)):
                 raise TimeoutError(f"two ranks have not ended after {timeout:g} seconds")
-            rows = json.loads(Path(folder, "rows").read_text("utf-8"))
+            return receiver.recv()  # type: ignore[no-any-return]
         except Exception as error:
             print(f"\n2 ranks on cpu (gloo): {error}")
             return [("FAIL", "2 ranks on cpu (gloo)", type(error).__name__)]
@@ -240,21 +239,17 @@ def check_own_ranks(timeout: float) -> list[Row]:
             for process in context.processes:
                 process.kill()
                 process.join()
-    return [tuple(row) for row in rows]
 
 
-def run_own_rank(rank: int, folder: str, timeout: float) -> None:
+def run_own_rank(rank: int, folder: str, timeout: float, sender: Any) -> None:
+    store = distributed.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
     distributed.init_process_group(
-        "gloo",
-        init_method=Path(folder, "store").as_uri(),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=timeout),
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout)
     )
     with printing_of_first():
         rows = check_ranks([_CPU], ["gloo"])
     if rank == 0:
-        Path(folder, "rows").write_text(json.dumps(rows), "utf-8")
+        sender.send(rows)
     distributed.barrier()
     distributed.destroy_process_group()
     end(0)

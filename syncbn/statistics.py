@@ -194,7 +194,5 @@ def _center(x: Tensor, mean: Tensor) -> Tensor:
 def is_large(mean: Tensor, var: Tensor) -> bool:
     """Whether a mean is so large that batch norm with given moments loses digits."""
     # False for a channel of zeros, and true for one of NaN, which must not hide other channels.
-    if not mean.numel():
-        return False
     least = torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)).min().item()
     return not least >= 0

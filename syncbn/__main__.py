@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import platform
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -59,16 +56,11 @@ class Checkpointed(SynchronizedBatchNorm2d):
 
 
 class Centered(ReplicaAware, nn.Module):
-    """Scales its input and subtracts the mean of the whole batch, by collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 1, 1))
+    """Subtracts the mean of the whole batch, by collectives."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * self.weight
-        count = self.group.all_reduce(torch.tensor(len(y), device=y.device))
-        return y - self.group.all_reduce(y.sum(0)) / count
+        count = self.group.all_reduce(torch.tensor(len(x), device=x.device))
+        return x - self.group.all_reduce(x.sum(0)) / count
 
 
 class Moved(ReplicaAware, nn.Module):
@@ -122,16 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(head: str, rows: Sequence[Row]) -> int:
     """Prints the lines to be pasted. Returns the exit status."""
     passed = all(verdict == "PASS" for verdict, *_ in rows)
-    above, verdict = "", "PASS: they run, communicate, and compute what one device computes"
-    if not passed:
-        above, verdict = (
-            " Add the comparisons above.",
-            "FAIL: they raise, or differ from one device",
-        )
+    above = "" if passed else " Add the comparisons above."
     print(f"\nTo report the result, paste the lines below into an issue.{above}\n")
     print(f"```\n{head}\n")
     print(table(("result", "checked", "largest error"), rows))
-    print(f"{verdict}\n```")
+    if passed:
+        print("PASS: they run, communicate, and compute what one device computes\n```")
+    else:
+        print("FAIL: they raise, or differ from one device\n```")
     return 0 if passed else 1
 
 
@@ -210,8 +200,7 @@ def check_launched_ranks(
         rows = check_ranks(devices, backends)
         ranks = "\n".join(f"Rank {rank}: {name}" for rank, name in enumerate(owned))
         head = f"torchrun -m syncbn, {group.size} ranks\n{environment}\n{ranks}\n"
-        names = ", ".join(map(version_of, dict.fromkeys(backends)))
-        status = report(f"{head}Backends: {names}", rows)
+        status = report(f"{head}Backends: {', '.join(dict.fromkeys(backends))}", rows)
     status = max(group.all_gather_object(status))
     distributed.destroy_process_group()
     return status
@@ -220,13 +209,6 @@ def check_launched_ranks(
 def printing_of_first() -> redirect_stdout[Any]:
     """Drops what ranks print, except the first one."""
     return redirect_stdout(sys.stdout if distributed.get_rank() == 0 else io.StringIO())
-
-
-def version_of(backend: str) -> str:
-    if backend != "nccl":
-        return backend
-    version: Any = torch.cuda.nccl.version()
-    return f"nccl {'.'.join(map(str, version))}"
 
 
 # -- ranks that this process starts --------------------------------------------------------------
@@ -241,15 +223,15 @@ def check_own_ranks(timeout: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         # By the name under which new processes find it: their `__main__` is another.
         run = import_module("syncbn.__main__").run_own_rank
+        receiver, sender = torch.multiprocessing.Pipe(duplex=False)
         context = torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
-            run, (folder, timeout), nprocs=2, join=False
+            run, (folder, timeout, sender), nprocs=2, join=False
         )
-        deadline = time.monotonic() + timeout
         try:
-            while not context.join(max(0.0, deadline - time.monotonic())):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"two ranks have not ended after {timeout:g} seconds")
-            rows = json.loads(Path(folder, "rows").read_text("utf-8"))
+            # Each call waits for one of them.
+            if not (context.join(timeout) or context.join(timeout)):
+                raise TimeoutError(f"two ranks have not ended after {timeout:g} seconds")
+            return receiver.recv()  # type: ignore[no-any-return]
         except Exception as error:
             print(f"\n2 ranks on cpu (gloo): {error}")
             return [("FAIL", "2 ranks on cpu (gloo)", type(error).__name__)]
@@ -257,21 +239,17 @@ def check_own_ranks(timeout: float) -> list[Row]:
             for process in context.processes:
                 process.kill()
                 process.join()
-    return [tuple(row) for row in rows]
 
 
-def run_own_rank(rank: int, folder: str, timeout: float) -> None:
+def run_own_rank(rank: int, folder: str, timeout: float, sender: Any) -> None:
+    store = distributed.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
     distributed.init_process_group(
-        "gloo",
-        init_method=Path(folder, "store").as_uri(),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=timeout),
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout)
     )
     with printing_of_first():
         rows = check_ranks([_CPU], ["gloo"])
     if rank == 0:
-        Path(folder, "rows").write_text(json.dumps(rows), "utf-8")
+        sender.send(rows)
     distributed.barrier()
     distributed.destroy_process_group()
     end(0)
@@ -288,11 +266,8 @@ def end(status: int) -> NoReturn:
 
 
 def described(device: torch.device) -> str:
-    try:
-        name = torch.get_device_module(device).get_device_name(device)
-    except Exception:  # of a backend without the function, or without such a device
-        return str(device)
-    return f"{device} ({name})"
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return f"{device} ({get_name(device)})" if get_name else str(device)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from replication._torch import (
     uncompiled,
     unseen_by_checkpoints,
 )
-from replication.errors import is_int, lost_derivatives, path_or_root
+from replication.errors import is_int, lost_derivatives
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
@@ -25,7 +25,7 @@ from replication.groups.replicas import CallbackContext, ReplicaGroup
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
-from syncbn.replicas import History, normalized_in_replica
+from syncbn.replicas import PastCall, normalized_in_replica
 from syncbn.statistics import Arguments, CountBatch, Epsilon, RunningStatistics, check_count
 from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
 
@@ -90,8 +90,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
     _has_original_buffers = True
-    #: Set on a replica.
-    _past_calls: History | None = None
+    #: On a replica, its calls in this forward.
+    _past_calls: list[PastCall] | None = None
 
     def __init__(
         self,
@@ -122,11 +122,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others."""
         super().__data_parallel_replicate__(ctx, copy_id)
-        if isinstance(ctx, CallbackContext):  # another toolkit's context has no path
-            where = f"`{path_or_root(ctx.path)}`, replica {copy_id}"
-            # `self._past_calls = ...` would be slow on a module.
-            vars(self)["_has_original_buffers"] = copy_id == 0
-            vars(self)["_past_calls"] = History(where)
+        # `self._past_calls = ...` would be slow on a module.
+        vars(self)["_has_original_buffers"] = copy_id == 0
+        vars(self)["_past_calls"] = []
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in CORRECTION:  # redundant with the running statistics
@@ -137,7 +135,9 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         if isinstance(input, Proxy):
             return self._traced(input)
         if not self.training:
-            return self._evaluated(input)
+            # A training forward may update the original's buffers before the backward of this one.
+            is_shared = self._past_calls is not None and self._has_original_buffers
+            return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
         compiles = torch.compiler.is_dynamo_compiling()
         return self._trained_in_graph(input) if compiles else self._trained(input)
 
@@ -154,27 +154,19 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     #: The forward of this class, even in a derived class that overrides `forward`.
     _normalize = forward
 
-    def _evaluated(self, input: Tensor) -> Tensor:
-        # A training forward may update the original's buffers before the backward of this call.
-        is_shared = self._past_calls is not None and self._has_original_buffers
-        return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
-
     def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
         """Normalizes as torch's layer does, and half precision with buffers of float32 as well."""
         mean, var = self._buffers.get("running_mean"), self._buffers.get("running_var")
-        is_half = input.dtype in HALF
-        if mean is None or var is None or not (copies_buffers or is_half):
+        if mean is None or var is None or not (copies_buffers or input.dtype in HALF):
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        weight: Tensor | None = self.weight
-        bias: Tensor | None = self.bias
-        if is_half:  # parameters in half precision beside such buffers, as of FSDP2
-            weight = weight if weight is None else in_dtype(weight, mean.dtype)
-            bias = bias if bias is None else in_dtype(bias, mean.dtype)
+        parameters: list[Any] = [self.weight, self.bias]
+        if input.dtype in HALF:  # parameters in half precision beside such buffers, as of FSDP2
+            parameters = [p if p is None else in_dtype(p, mean.dtype) for p in parameters]
         if copies_buffers:
             mean, var = mean.clone(), var.clone()
         momentum = float(self._count_batch().momentum) if self.training else 0.0
-        args = weight, bias, self.training, momentum, self.eps
+        args = *parameters, self.training, momentum, self.eps
         return nn.functional.batch_norm(input, mean, var, *args)
 
     def _trained_in_graph(self, input: Tensor) -> Tensor:
@@ -261,16 +253,14 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """Counts a batch, and returns the buffers to update with its moments."""
         if not self.track_running_stats:
             return RunningStatistics()
-        momentum: Any = self.momentum
+        momentum: Any = float(self.momentum or 0.0)
         buffers = self._buffers  # attributes that torch looks up in Python
         batches = buffers.get("num_batches_tracked")
         if batches is not None:
             batches.add_(1)
-            if momentum is None:
+            if self.momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
                 momentum = in_float64(batches).reciprocal()
-        if not isinstance(momentum, Tensor):
-            momentum = float(momentum or 0.0)
         return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
 
     def _named(self) -> str:
@@ -281,7 +271,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    arguments: Arguments, group: Group, history: History | None, count_batch: CountBatch
+    arguments: Arguments, group: Group, past_calls: list[PastCall] | None, count_batch: CountBatch
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = arguments.x
@@ -294,11 +284,10 @@ def _synchronized(
     kernels: Any = None if arguments.epsilon.clamps else kernels_for(kind)
     if kernels is None:
         y, moments = exact_batch_norm(*arguments, group.all_reduce)
-        n: Any = moments.n
-        check_count(int(n) if n.is_cpu else n, x)
+        check_count(int(moments.n) if moments.n.is_cpu else moments.n, x)
         count_batch().update(moments)
     elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
-        y = normalized_in_replica(arguments, group, kernels, history, count_batch)  # type: ignore[arg-type]
+        y = normalized_in_replica(arguments, group, kernels, past_calls, count_batch)  # type: ignore[arg-type]
     else:
         y = normalized_in_rank(arguments, group, kernels, count_batch)  # type: ignore[arg-type]
     # A subclass decides what its operations return, such as MONAI's MetaTensor with its metadata.

@@ -26,7 +26,6 @@ from syncbn.kinds import (
     DERIVED,
     PIPES,
     PLAIN_CLASS_OF,
-    SYNCHRONIZED,
     Summary,
     counterpart_of,
     reaches_synchronized_forward,
@@ -56,8 +55,8 @@ def convert_model(
     harmless. If the call raises, the model is unchanged. Also converted are:
 
     - `torch.nn.SyncBatchNorm`, which keeps its process group.
-    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), whose pipes
-      are removed.
+    - Layers of older toolkits (such as a vendored ``sync_batchnorm``), whose pipes are removed.
+      CSAIL's layers also lose their bias correction, so set ``momentum = 0.1`` for short runs.
     - ``BatchNormAct2d`` and ``SyncBatchNormAct`` of timm, with their dropout and activation.
     - Layers of the classes in ``classes``.
     - A `torch.nn.DataParallel`, which becomes a `replication.DataParallel`. An object of a derived
@@ -118,10 +117,8 @@ def convert_model(
     for _, layer in layers:
         if isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
             check_methods(layer)
-    corrected = []
     for path, layer in layers:
-        if _convert(layer, classes):
-            corrected.append(f"`{path_or_root(path)}`")
+        _convert(layer, classes)
         if isinstance(layer, ReplicaAware):
             layer._layer_name = path or layer._layer_name
         if isinstance(layer, SynchronizedBatchNorm):
@@ -129,11 +126,6 @@ def convert_model(
                 layer.group_size = group_size
             if process_group is not None:
                 layer.process_group = process_group
-    if corrected:
-        warn(
-            "syncbn does not correct the bias of running statistics, but these layers of an older "
-            f"toolkit did; for short runs, set layer.momentum = 0.1: {first_of(corrected)}"
-        )
     result = summary(module)
     if report:
         print(result)
@@ -144,21 +136,17 @@ def convert_model(
 
 def _is_synchronized_by(old: Any, new: Any) -> bool:
     """Whether layers of a class can become layers of another class, which synchronizes them."""
-    if not (isinstance(old, type) and isinstance(new, type) and issubclass(new, ReplicaAware)):
+    if not (isinstance(old, type) and isinstance(new, type) and reaches_synchronized_forward(new)):
         return False
-    if not reaches_synchronized_forward(new):
-        return False
-    if old in SYNCHRONIZED:
-        return issubclass(new, SYNCHRONIZED[old])
     # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before the synchronized.
-    if hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm):
+    has_another = hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm)
+    if has_another or old in PLAIN_CLASS_OF.values():
         return issubclass(new, SynchronizedBatchNorm)
-    order: Any = new.__mro__
-    return nn.Module in order and old in order[: order.index(ReplicaAware)]
+    return old in new.__mro__[: new.__mro__.index(ReplicaAware)]
 
 
-def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
-    """Converts a layer or a DataParallel. Returns whether it corrected biases, as CSAIL's do."""
+def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> None:
+    """Converts a layer or a DataParallel."""
     old = type(layer)
     new = classes.get(old) or counterpart_of(layer)
     if new is not None:
@@ -167,10 +155,9 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         if vars(layer).keys() >= PIPES:
             for name in PIPES:
                 del vars(layer)[name]
-            buffers = layer._buffers
-            vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
-            return any(buffers.get(name) is not None for name in CORRECTION)
-        if PLAIN_CLASS_OF.get(new) is not old:
+            for name in CORRECTION:
+                layer._buffers.pop(name, None)
+        elif PLAIN_CLASS_OF.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
             layer.process_group = process_group
@@ -180,7 +167,6 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         else:
             patch_replication_callback(layer)
         vars(layer)[_FORMER] = old
-    return False
 
 
 def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
@@ -243,11 +229,10 @@ def revert_model(module: ModuleT) -> ModuleT:
 def _revert(layer: Any) -> None:
     former = vars(layer).pop(_FORMER, None) or PLAIN_CLASS_OF.get(type(layer))
     if former is not None:
-        process_group = None
         if isinstance(layer, ReplicaAware):
             process_group = layer.process_group
             for name in ("group_size", "_process_group", "_layer_name"):
                 vars(layer).pop(name, None)
+            if issubclass(former, nn.SyncBatchNorm):
+                vars(layer)["process_group"] = process_group
         layer.__class__ = former
-        if issubclass(former, nn.SyncBatchNorm):
-            layer.process_group = process_group

@@ -42,7 +42,7 @@ from syncbn.channels import (
     per_channel,
     values_per_channel,
 )
-from syncbn.statistics import CountBatch, KernelMoments, is_large, moments
+from syncbn.statistics import CountBatch, KernelMoments, RunningStatistics, is_large, moments
 
 
 class Kernels(NamedTuple):
@@ -84,26 +84,16 @@ class Kernels(NamedTuple):
         One of the shards is x, with its ``own`` moments. The batch has n values per channel.
         """
         running = count_batch()
-        running_mean, running_var, momentum = running
         # The kernel updates buffers if n is above 1, and torch's only buffers of its dtype, by a
         # momentum that is a number. An n that the host does not know is above 1 if the shard has
         # several values. Only the dtype of its first argument matters.
         updates = (n if isinstance(n, int) else own.n) > 1
-        if self is ON_CPU:
-            like, momentum = x, float(momentum)
-        else:
-            like = means
-            updates = (
-                updates
-                and type(momentum) is float
-                and (running_mean is None or running_mean.dtype == means.dtype)
-                and (running_var is None or running_var.dtype == means.dtype)
-            )
-        if not updates:
-            running_mean = running_var = None
-            momentum = 0.0
-        args: Any = like, means, inverses, running_mean, running_var, momentum, own.eps, counts
-        mean, inverse = self.gather_stats(*args)
+        if self is not ON_CPU:
+            fits = running.mean is None or running.mean.dtype == means.dtype
+            updates = updates and fits and type(running.momentum) is float
+        running_mean, running_var, momentum = running if updates else RunningStatistics()
+        args: Any = means, inverses, running_mean, running_var, float(momentum), own.eps, counts
+        mean, inverse = self.gather_stats(x if self is ON_CPU else means, *args)
         batch = KernelMoments(n, mean, inverse, own.eps)
         if not updates:
             running.update(batch.mean_and_variance())
@@ -222,7 +212,8 @@ def batch_norm_backward_reduce(
 ) -> tuple[Tensor | None, ...]:
     """Sums ``grad_out`` and ``grad_out * (input - mean)``.
 
-    Then come the gradients of weight and bias, None unless they are wanted and there is a weight.
+    Then come the gradients of weight and bias, None without a weight. The last three arguments,
+    what to compute, are always true here.
     """
     center = in_dtype(mean, accumulation_dtype(input.dtype))
     one, mask = torch.ones_like(center), [False, True, True]
@@ -232,10 +223,9 @@ def batch_norm_backward_reduce(
     _, sum_dy_xmu, sum_dy = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
         sum_dy_xmu = sum_dy_xmu - (mean - center) * sum_dy
-    dweight = dbias = None
-    if weight is not None:
-        dweight = in_dtype(sum_dy_xmu * invstd, weight.dtype) if weight_g else None
-        dbias = in_dtype(sum_dy, weight.dtype) if bias_g else None
+    if weight is None:
+        return sum_dy, sum_dy_xmu, None, None
+    dweight, dbias = in_dtype(sum_dy_xmu * invstd, weight.dtype), in_dtype(sum_dy, weight.dtype)
     return sum_dy, sum_dy_xmu, dweight, dbias
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from replication.callbacks import CALLBACK, runs_callbacks
+from replication.callbacks import runs_callbacks
 from replication.containers import open_builtin
 from replication.errors import check_module, path_or_root, table
 from replication.groups.layer import ReplicaAware
@@ -81,7 +81,7 @@ def counterpart_of(layer: nn.Module) -> type[nn.Module] | None:
     kind = type(layer)
     if kind.__module__ == _TIMM and kind.__qualname__ in _OF_TIMM:
         return _counterpart_of_timm()
-    if kind not in SYNCHRONIZED and _has_pipes(layer) and _is_of_toolkit(layer):
+    if _has_pipes(layer) and _is_of_toolkit(layer):
         # The "1d", "2d" or "3d" in the names of its classes.
         names = " ".join(base.__name__ for base in kind.__mro__)
         found = re.search("[123](?=d)", names, re.IGNORECASE)
@@ -91,8 +91,7 @@ def counterpart_of(layer: nn.Module) -> type[nn.Module] | None:
 
 def _has_pipes(layer: nn.Module) -> bool:
     """Whether a layer is of an older toolkit, or derived from one of its layers."""
-    is_batch_norm = isinstance(layer, _BatchNorm) and hasattr(type(layer), CALLBACK)
-    return is_batch_norm and vars(layer).keys() >= PIPES
+    return isinstance(layer, _BatchNorm) and vars(layer).keys() >= PIPES
 
 
 def _is_of_toolkit(layer: nn.Module) -> bool:

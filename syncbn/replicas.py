@@ -13,7 +13,7 @@ GIL launch more slowly. On the CPU each replica computes its own shard, before a
 exchange. Small shards take a shorter road there (see `joined`).
 
 An activation checkpoint calls the layer again in backward, where no other replica would answer. So
-each replica keeps the moments of its calls (see `History`).
+each replica keeps the moments of its calls (see `PastCall`).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def normalized_in_replica(
     arguments: Arguments,
     group: ReplicaGroup,
     kernels: Kernels,
-    history: History,
+    past_calls: list[PastCall],
     count_batch: CountBatch,
 ) -> Tensor:
     """Normalizes the shard of this replica with the moments of the whole batch."""
     shard = Shard(arguments, kernels)
     if group.in_later_backward:
-        return recomputed(shard, history)
+        return recomputed(shard, past_calls, group.where)
     if not shard.may_be_joined:
         shard.save_in_this_thread()
         if shard.is_on_host:
@@ -75,7 +75,7 @@ def normalized_in_replica(
     )
     if batch is None:  # joined shards: y is computed, and no checkpoint will call again
         return y
-    history.calls.append(PastCall(shard.measure(), batch, shard.makes_graph, y.requires_grad))
+    past_calls.append(PastCall(shard.measure(), batch, shard.makes_graph, y.requires_grad))
     return shard.output(batch, y)
 
 
@@ -145,23 +145,20 @@ def replies(
 
     Runs in the thread of the last replica to arrive. Joined shards have no moments.
     """
-    if all(map(attrgetter("may_be_joined"), shards)):
-        ys = joined(shards, count_batch)
-        if ys is not None:
-            return [(None, y) for y in ys]
+    may_be_joined = all(map(attrgetter("may_be_joined"), shards))
+    if may_be_joined and len({(s.x.shape[1:], memory_format(s.x)) for s in shards}) == 1:
+        return [(None, y) for y in joined(shards, count_batch)]
     batches = merge_moments(shards, count_batch)
     return list(zip(batches, connected(shards, batches), strict=True))
 
 
-def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor] | None:
-    """Returns the outputs of all shards by torch's own layer, or None if shapes don't fit.
+def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor]:
+    """Returns the outputs of shards that differ only in length, by torch's own layer.
 
     The obvious synchronized layer, ``batch_norm(cat(shards))`` split again. For small shards on
     the CPU, where calling operations takes longer than computing them.
     """
     xs = [shard.x for shard in shards]
-    if len({(x.shape[1:], memory_format(x)) for x in xs}) > 1:
-        return None
     weight, bias, eps = shards[0].weight, shards[0].bias, shards[0].eps
     if weight is not None:
         weight = weight.contiguous()  # torch's backward of (N, C) takes that for granted
@@ -299,7 +296,12 @@ class Save(Function):
 
 
 class PastCall(NamedTuple):
-    """A call of one copy of a layer: without its input, as a checkpoint may keep it."""
+    """A call of one copy of a layer in one forward, from which a checkpoint recomputes it.
+
+    A recomputation runs in backward, in any order and thread, often for one replica only. All that
+    it needs from other replicas are the moments of the batch, vectors of length C. The input is
+    not kept, because checkpoints are there to free it.
+    """
 
     #: The moments of the shard and of the batch.
     own: KernelMoments
@@ -310,50 +312,39 @@ class PastCall(NamedTuple):
     requires_grad: bool
 
 
-class History:
-    """The calls of one copy of a layer in one forward, from which checkpoints recompute it.
+def recall(past_calls: Sequence[PastCall], own: KernelMoments, x: Tensor, where: str) -> PastCall:
+    """Returns the call that is recomputed, given the moments of x, or raises ReplicationError.
 
-    A recomputation runs in backward, in any order and thread, often for one replica only. All that
-    it needs from other replicas are the moments of the batch, vectors of length C. Errors name the
-    copy by ``where``.
+    Joined calls are not among them. Errors name the copy by ``where``.
+
+    torch does not say which call that is. It is the one whose moments are nearest. They need
+    not be equal, because some devices are not deterministic.
     """
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        #: The calls that were not joined.
-        self.calls: list[PastCall] = []
-
-    def recall(self, own: KernelMoments, x: Tensor) -> PastCall:
-        """Returns the call that is recomputed, given the moments of x, or raises ReplicationError.
-
-        torch does not say which call that is. It is the one whose moments are nearest. They need
-        not be equal, because some devices are not deterministic.
-        """
-        # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
-        makes_graph = torch.is_grad_enabled()
-        calls = [c for c in self.calls if c.own.n == own.n and (c.makes_graph or not makes_graph)]
-        if calls and (not own.n or (len(calls) == 1 and not x.is_cpu)):
-            return calls[0]  # a comparison would be empty, or make the host wait for a GPU
-        # There is no limit in half precision: if few values are close to 0, for example because
-        # larger ones cancel, rounding may move their mean by many standard deviations.
-        nearest = _nearest(calls, own, math.inf if x.dtype in HALF else ROUNDING)
-        if not nearest:
-            raise ReplicationError(
-                f"{self._where}: an activation checkpoint recomputed this layer with an input "
-                f"that differs from the one in forward ({own.n} values per channel). Check that: "
-                "(1) checkpoint() has use_reentrant=False; (2) the checkpointed code does the "
-                "same thing both times; (3) it contains no dropout if replicas share a device; "
-                "(4) parameters did not change since the forward."
-            )
-        call, *others = nearest
-        if any(_distance(call.batch, other.batch) > SAME for other in others):
-            raise ReplicationError(
-                f"{self._where}: this layer was called {len(nearest)} times in forward with "
-                "the same input on this replica but different inputs on others, so a checkpoint "
-                "can't tell which call it is recomputing. Use a separate layer for each call, or "
-                "move this layer out of the checkpoint."
-            )
-        return call
+    # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
+    makes_graph = torch.is_grad_enabled()
+    calls = [c for c in past_calls if c.own.n == own.n and (c.makes_graph or not makes_graph)]
+    if calls and (not own.n or (len(calls) == 1 and not x.is_cpu)):
+        return calls[0]  # a comparison would be empty, or make the host wait for a GPU
+    # There is no limit in half precision: if few values are close to 0, for example because
+    # larger ones cancel, rounding may move their mean by many standard deviations.
+    nearest = _nearest(calls, own, math.inf if x.dtype in HALF else ROUNDING)
+    if not nearest:
+        raise ReplicationError(
+            f"{where}: an activation checkpoint recomputed this layer with an input that differs "
+            f"from the one in forward ({own.n} values per channel). Check that: (1) checkpoint() "
+            "has use_reentrant=False; (2) the checkpointed code does the same thing both times; "
+            "(3) it contains no dropout if replicas share a device; (4) parameters did not change "
+            "since the forward."
+        )
+    call, *others = nearest
+    if any(_distance(call.batch, other.batch) > SAME for other in others):
+        raise ReplicationError(
+            f"{where}: this layer was called {len(nearest)} times in forward with the same input "
+            "on this replica but different inputs on others, so a checkpoint can't tell which "
+            "call it is recomputing. Use a separate layer for each call, or move this layer out "
+            "of the checkpoint."
+        )
+    return call
 
 
 def _nearest(calls: Sequence[PastCall], own: KernelMoments, limit: float) -> list[PastCall]:
@@ -374,9 +365,9 @@ def _distance(one: KernelMoments, other: KernelMoments) -> Tensor:
     return torch.where(equal, 0.0, (a - b).abs() / scale).nan_to_num(nan=math.inf).amax()
 
 
-def recomputed(shard: Shard, history: History) -> Tensor:
+def recomputed(shard: Shard, past_calls: Sequence[PastCall], where: str) -> Tensor:
     """Normalizes a shard once more, with the moments of the batch that its call had in forward."""
-    call = history.recall(shard.measure(), shard.x)
+    call = recall(past_calls, shard.measure(), shard.x, where)
     # Saved after the comparison, because a checkpoint ends the recomputation when all is saved.
     shard.save_in_this_thread()
     if call.requires_grad and not shard.x.requires_grad:

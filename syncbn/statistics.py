@@ -45,12 +45,9 @@ class Moments(NamedTuple):
     """Mean and biased variance of each channel, ``(C,)`` in float64."""
 
     #: The number of values per channel. A tensor where reading it would block the host.
-    n: int | Tensor
+    n: Any
     mean: Tensor
     var: Tensor
-
-    def detach(self) -> Moments:
-        return Moments(self.n, self.mean.detach(), self.var.detach())
 
 
 class KernelMoments(NamedTuple):
@@ -81,7 +78,7 @@ class RunningStatistics(NamedTuple):
 
     def update(self, batch: Moments) -> None:
         """Updates the buffers in place, as torch does, with mean and unbiased variance."""
-        (total, mean, var), weight = batch.detach(), self.momentum
+        (total, mean, var), weight = batch, self.momentum
         if isinstance(weight, Tensor):
             weight = weight.to(var)
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
@@ -94,7 +91,7 @@ class RunningStatistics(NamedTuple):
                 # Hidden from autograd, as torch's kernels do it: the graph of a forward on one
                 # device may have saved the buffer without needing its value.
                 running = buffer.data
-                merged = torch.lerp(in_float64(running), new, weight)
+                merged = torch.lerp(in_float64(running), new.detach(), weight)
                 running.copy_(merged.to(running.dtype))
 
 
@@ -156,12 +153,10 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Computes moments of many values, with the rounding error of a mean in the dtype of x."""
     if x.is_contiguous() and x[0, 0].numel() >= _LEAST_ROW:
         return _moments_of_rows(x)
-    if x.dtype in HALF:
-        # The kernel returns all digits only if it has buffers for them.
-        like = x.new_zeros(x.size(1), dtype=torch.float32)
-        mean, var = torch.batch_norm_update_stats(x, like, like.clone(), 1.0)
-    else:
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+    buffers: Any = None, None
+    if x.dtype in HALF:  # in which the kernel returns all digits only if it has buffers for them
+        buffers = x.new_zeros(2, x.size(1), dtype=torch.float32)
+    mean, var = torch.batch_norm_update_stats(x, buffers[0], buffers[1], 1.0)
     return mean.double(), var.double()
 
 
@@ -199,7 +194,5 @@ def _center(x: Tensor, mean: Tensor) -> Tensor:
 def is_large(mean: Tensor, var: Tensor) -> bool:
     """Whether a mean is so large that batch norm with given moments loses digits."""
     # False for a channel of zeros, and true for one of NaN, which must not hide other channels.
-    if not mean.numel():
-        return False
     least = torch.addcmul(var, mean, mean, value=-(_LARGE_MEAN**-2)).min().item()
     return not least >= 0

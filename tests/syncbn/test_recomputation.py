@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from replication import DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from syncbn.replicas import History, PastCall
+from syncbn.replicas import PastCall, recall
 from syncbn.statistics import KernelMoments
 from tests.devices import HOME, several
 from tests.layers import freed
@@ -372,11 +372,9 @@ def test_moments_of_a_constant_channel_may_differ_by_rounding():
     """As where a device adds in no fixed order: the deviation gives no scale for the mean."""
     mean, var = torch.tensor([[5.0, 2.0], [0.0, 1.0]], dtype=torch.float64)
     own = KernelMoments(4, mean, (var + 1e-5).rsqrt(), 1e-5)
-    history = History("`norm`, replica 0")
     past = PastCall(own, own, makes_graph=True, requires_grad=True)
-    history.calls.append(past)
     nearly = own._replace(mean=own.mean * (1 + 1e-12))
-    assert history.recall(nearly, torch.zeros(4, 2)) is past
+    assert recall([past], nearly, torch.zeros(4, 2), "`norm`, replica 0") is past
 
 
 @pytest.mark.cpu("calls replicas with inputs of one device")

@@ -145,13 +145,12 @@ def test_self_check_has_a_result_for_each_device_and_for_all_together(
     monkeypatch.setattr(check, "default_devices", lambda: accelerators)
     monkeypatch.setattr(check, "verify", verify_without_devices)
     monkeypatch.setattr(check, "has_float64", lambda device: True)
-    names = {0: "Some GPU"}  # torch raises for the other
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     assert check.main(["--replicas", "3"]) == (1 if broken else 0)
     lists = [["cpu"] * 3, ["cuda:0"] * 3, ["cuda:1"] * 3, ["cuda:0", "cuda:1"]]
     assert calls == [[*names, d] for names in lists for d in (torch.float64, torch.float32)]
     printed = capsys.readouterr().out
-    assert "threads), cuda:0 (Some GPU), cuda:1\n" in printed
+    assert "threads), cuda:0 (GPU 0), cuda:1 (GPU 1)\n" in printed
     verdicts = [
         f"{'FAIL' if {*names} == {broken} else 'PASS'}    {len(names)} replicas on "
         f"{', '.join(dict.fromkeys(names))} in {dtype}"

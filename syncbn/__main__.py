@@ -200,7 +200,8 @@ def check_launched_ranks(
         rows = check_ranks(devices, backends)
         ranks = "\n".join(f"Rank {rank}: {name}" for rank, name in enumerate(owned))
         head = f"torchrun -m syncbn, {group.size} ranks\n{environment}\n{ranks}\n"
-        status = report(f"{head}Backends: {', '.join(dict.fromkeys(backends))}", rows)
+        names = ", ".join(map(version_of, dict.fromkeys(backends)))
+        status = report(f"{head}Backends: {names}", rows)
     status = max(group.all_gather_object(status))
     distributed.destroy_process_group()
     return status
@@ -209,6 +210,13 @@ def check_launched_ranks(
 def printing_of_first() -> redirect_stdout[Any]:
     """Drops what ranks print, except the first one."""
     return redirect_stdout(sys.stdout if distributed.get_rank() == 0 else io.StringIO())
+
+
+def version_of(backend: str) -> str:
+    if backend != "nccl":
+        return backend
+    version: Any = torch.cuda.nccl.version()
+    return f"nccl {'.'.join(map(str, version))}"
 
 
 # -- ranks that this process starts --------------------------------------------------------------

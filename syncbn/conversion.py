@@ -117,8 +117,12 @@ def convert_model(
     for _, layer in layers:
         if isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
             check_methods(layer)
+    uncorrected = []
     for path, layer in layers:
+        is_corrected = not CORRECTION.isdisjoint(layer._buffers)
         _convert(layer, classes)
+        if is_corrected and CORRECTION.isdisjoint(layer._buffers):
+            uncorrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
             layer._layer_name = path or layer._layer_name
         if isinstance(layer, SynchronizedBatchNorm):
@@ -126,6 +130,11 @@ def convert_model(
                 layer.group_size = group_size
             if process_group is not None:
                 layer.process_group = process_group
+    if uncorrected:
+        warn(
+            "syncbn does not correct the bias of running statistics, but these layers of an older "
+            f"toolkit did; for short runs, set layer.momentum = 0.1: {first_of(uncorrected)}"
+        )
     result = summary(module)
     if report:
         print(result)

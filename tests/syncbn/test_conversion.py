@@ -449,6 +449,7 @@ def plain_twin(net):
 
 
 @pytest.mark.parametrize("layer", [BatchNorm2dOlder, BatchNorm2dCorrected])
+@pytest.mark.filterwarnings("ignore:syncbn does not correct the bias")
 def test_layers_with_their_own_pipes_are_converted_and_have_the_numbers_of_one_device(layer):
     net = older_network(layer).double()
     nn.init.normal_(net[1].weight)
@@ -482,12 +483,14 @@ def test_everything_about_a_layer_of_an_older_toolkit_is_kept_but_its_pipes(olde
     assert type(layer) is plain
 
 
-def test_layers_lose_their_bias_correction_and_its_checkpoints_still_load():
+def test_bias_corrected_statistics_are_warned_of_and_their_checkpoints_still_load():
     net = older_network(BatchNorm2dCorrected)
     checkpoint = copy.deepcopy(net.state_dict())
     assert "1._running_iter" in checkpoint
     checkpoint["1.running_mean"] += 1
-    convert_model(net)
+    with pytest.warns(UserWarning, match=r"correct the bias .* layer\.momentum = .*`1`") as caught:
+        convert_model(net)
+    assert [(w.category, w.filename) for w in caught] == [(UserWarning, __file__)]
     assert net[1].momentum == 0.3
     assert list(net[1].state_dict()) == list(nn.BatchNorm2d(4).state_dict())
     net.load_state_dict(checkpoint)

@@ -119,9 +119,7 @@ def convert_model(
             check_methods(layer)
     uncorrected = []
     for path, layer in layers:
-        is_corrected = not CORRECTION.isdisjoint(layer._buffers)
-        _convert(layer, classes)
-        if is_corrected and CORRECTION.isdisjoint(layer._buffers):
+        if _convert(layer, classes):
             uncorrected.append(f"`{path_or_root(path)}`")
         if isinstance(layer, ReplicaAware):
             layer._layer_name = path or layer._layer_name
@@ -154,8 +152,8 @@ def _is_synchronized_by(old: Any, new: Any) -> bool:
     return old in new.__mro__[: new.__mro__.index(ReplicaAware)]
 
 
-def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> None:
-    """Converts a layer or a DataParallel."""
+def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
+    """Converts a layer or a DataParallel. Returns whether it removed a bias correction."""
     old = type(layer)
     new = classes.get(old) or counterpart_of(layer)
     if new is not None:
@@ -164,9 +162,9 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> None:
         if vars(layer).keys() >= PIPES:
             for name in PIPES:
                 del vars(layer)[name]
-            for name in CORRECTION:
-                layer._buffers.pop(name, None)
-        elif PLAIN_CLASS_OF.get(new) is not old:
+            removed = [layer._buffers.pop(name, None) for name in CORRECTION]
+            return any(buffer is not None for buffer in removed)
+        if PLAIN_CLASS_OF.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
             layer.process_group = process_group
@@ -176,6 +174,7 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> None:
         else:
             patch_replication_callback(layer)
         vars(layer)[_FORMER] = old
+    return False
 
 
 def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:

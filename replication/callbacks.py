@@ -27,7 +27,7 @@ from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
 from replication.modules import Copies, paired, with_class
-from replication.steps.parallel_apply import run_replicas
+from replication.steps.parallel_apply import parallel_apply
 from replication.sync.lifecycle import (
     CurrentReplica,
     attach_rendezvous,
@@ -148,7 +148,7 @@ class Patched(nn.DataParallel[Any]):
         """Runs the replicas and raises the first error."""
         run = super().parallel_apply
         if getattr(run, "__func__", None) is nn.DataParallel.parallel_apply:  # makes new threads
-            run = partial(run_replicas, devices=parse_devices(self.device_ids[: len(replicas)]))
+            run = partial(parallel_apply, devices=self.device_ids[: len(replicas)])
         return first_failure_wins(run, replicas, *args, **kwargs)
 
 

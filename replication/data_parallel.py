@@ -16,7 +16,7 @@ from replication.errors import check_list, check_module, checked_names, first_of
 from replication.groups.registry import has_other_processes
 from replication.modules import layers_of, paired, with_class
 from replication.steps.gather import gather, join_leaves
-from replication.steps.parallel_apply import run_replicas
+from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins
@@ -183,8 +183,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part of the arguments."""
-        devices = parse_devices(self.device_ids[: len(replicas)])
-        return run_replicas(replicas, inputs, kwargs, devices)
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the outputs, except for those that stay `Scattered`."""

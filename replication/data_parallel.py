@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
-from replication.callbacks import CALLBACK, connect_copies, with_callbacks
+from replication.callbacks import CALLBACK, execute_replication_callbacks, with_callbacks
 from replication.containers import Scattered
 from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
 from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.registry import has_other_processes
-from replication.modules import layers_of, paired, with_class
+from replication.modules import layers_of, with_class
 from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
@@ -176,9 +176,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
     @with_callbacks
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
-        devices = parse_devices(device_ids)
-        replicas = replicate(module, devices, detach=not torch.is_grad_enabled())
-        connect_copies(paired(replicas), devices)
+        replicas = replicate(module, device_ids, detach=not torch.is_grad_enabled())
+        execute_replication_callbacks(replicas, device_ids)
         return replicas
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:

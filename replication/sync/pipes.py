@@ -70,9 +70,6 @@ class FutureResult:
         #: Holds the result, if there is one.
         self._box: list[Any] = []
 
-    def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
-        return FutureResult, ()  # a copy has no getter and holds nothing
-
     def put(self, result: Any) -> None:
         """Puts ``result`` into the mailbox.
 
@@ -141,13 +138,10 @@ class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
     def __init__(
-        self, identifier: Hashable, connection: tuple[Channel, Rendezvous, int] | None = None
+        self, identifier: Hashable, channel: Channel, rendezvous: Rendezvous, replica: int
     ) -> None:
-        self.identifier = identifier
-        self._connection = connection
-
-    def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
-        return SlavePipe, (self.identifier,)  # a copy belongs to no forward
+        self.identifier, self._channel = identifier, channel
+        self._rendezvous, self._replica = rendezvous, replica
 
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
@@ -157,19 +151,14 @@ class SlavePipe:
             ReplicasDiverged: The master can no longer reply.
             ReplicationError: The slave was registered in another forward, or no replica calls.
         """
-        if self._connection is None:
-            raise ReplicationError(
-                f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
-                "call register_slave in each forward"
-            )
-        channel, rendezvous, replica = self._connection
-        if calling_replica("run_slave").rendezvous is not rendezvous:
+        if calling_replica("run_slave").rendezvous is not self._rendezvous:
             raise ReplicationError(
                 f"slave {self.identifier!r} was not registered in this forward, so its master "
                 "never answers; if another toolkit's patch_replication_callback has called the "
                 "callbacks again, remove it"
             )
-        return channel.send(rendezvous, replica, Message(self.identifier, msg))
+        message = Message(self.identifier, msg)
+        return self._channel.send(self._rendezvous, self._replica, message)
 
 
 def replies_of(callback: MasterCallback, path: str, messages: Identified) -> list[Any]:
@@ -265,7 +254,7 @@ class SyncMaster:
         with current.rendezvous.lock:
             channel.register(identifier, current.replica)
         self._has_slaves = True
-        return SlavePipe(identifier, (channel, current.rendezvous, current.replica))
+        return SlavePipe(identifier, channel, current.rendezvous, current.replica)
 
     def _channel(self, current: CurrentReplica) -> Channel:
         of_forward = _channels.setdefault(current.rendezvous, WeakKeyDictionary())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import threading
 import weakref
@@ -33,7 +32,6 @@ from tests.layers import (
     freed,
     no_garbage_collection,
     outcome_of,
-    pickled,
     together,
     values,
 )
@@ -198,18 +196,6 @@ def test_forward_leaves_nothing_in_the_instance():
         assert len(rendezvous) == 2
         assert freed(*rendezvous)
     assert vars(layer._sync_master) == {**before, "_has_slaves": True}
-
-
-# -- copies ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_a_replica_with_a_pipe_can_be_copied(copied):
-    replicas = replicate(Centering(), ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    twin = copied(replicas[1])
-    with pytest.raises(ReplicationError, match="the pipe of slave 1 is a copy"):
-        twin(torch.randn(6, 2))
 
 
 # -- FutureResult ------------------------------------------------------------------------------

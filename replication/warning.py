@@ -10,8 +10,7 @@ from weakref import finalize
 __all__ = ["UnsynchronizedWarning"]
 
 #: The packages whose frames lie between a warning and the user's line.
-_SKIPPED = {"replication", "syncbn", "torch", "contextlib", "threading", "importlib"}
-_SKIPPED |= {"_frozen_importlib", "_frozen_importlib_external"}
+_SKIPPED = {"replication", "syncbn", "torch", "contextlib", "threading"}
 
 
 class UnsynchronizedWarning(UserWarning):
@@ -47,19 +46,8 @@ def once_for(owner: object) -> WarnOnce:
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line outside of torch and this toolkit, if this thread has one."""
-    here = sys._getframe(1)
-    frame = _user_frame(here) or here
-    warnings.warn_explicit(
-        message,
-        category,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        frame.f_globals.get("__name__", "<unknown>"),
-        frame.f_globals.setdefault("__warningregistry__", {}),
-    )
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
     while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _SKIPPED:
-        frame = frame.f_back
-    return frame
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level if frame else 2)

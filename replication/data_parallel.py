@@ -20,7 +20,7 @@ from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins
-from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
+from replication.warning import UnsynchronizedWarning, once_for, warn
 
 __all__ = [
     "DataParallel",
@@ -254,16 +254,12 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
         and (type(layer) in TORCH_BATCH_NORM or isinstance(layer, _SyncBatchNorm))
         and not hasattr(type(layer), CALLBACK)
     ]
-    if paths and once_for(model)():
+    if paths and once_for(model):
         warn(
             f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
             "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
             UnsynchronizedWarning,
         )
-
-
-#: Only the first warns: a program for any machine may not need replicas.
-_first_warning = WarnOnce()
 
 
 def _devices_to_use(
@@ -275,7 +271,8 @@ def _devices_to_use(
         if devices := default_devices():
             return devices
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
-        if communicates and not has_other_processes() and _first_warning():
+        # Only the first in a program warns: one for any machine may not need replicas.
+        if communicates and not has_other_processes() and once_for(DataParallel):
             _warn_of_no_replicas("no GPU or other accelerator found", 4)
         return []
     check_list("device_ids", device_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import warnings
 
@@ -12,12 +11,11 @@ from torch import nn
 
 from replication import DataParallel, UnsynchronizedWarning, data_parallel
 from replication.devices import accelerator
-from replication.warning import WarnOnce
+from replication.warning import _answers
 from syncbn import convert_model, patch_sync_batchnorm, verify
 
 CPUS = ["cpu"] * 2
 #: `replication.data_parallel` itself is the function.
-module_of_data_parallel = importlib.import_module("replication.data_parallel")
 X = torch.randn(4, 3)
 
 
@@ -130,7 +128,7 @@ def test_verify_reports_instead_of_warning():
 @pytest.fixture
 def first_time(monkeypatch):
     """Lets the process warn of missing accelerators, as if for the first time."""
-    monkeypatch.setattr(module_of_data_parallel, "_first_warning", WarnOnce())
+    monkeypatch.delitem(_answers, id(DataParallel), raising=False)
 
 
 @pytest.mark.skipif(accelerator() is not None, reason="there is an accelerator")

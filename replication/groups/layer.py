@@ -161,7 +161,7 @@ class ReplicaAware(_Base):
                 "forward)"
             )
         # One flag for the original and all its replicas, which come here at the same time.
-        if once_for(vars(self)[SHARED_BY_REPLICAS])():
+        if once_for(vars(self)[SHARED_BY_REPLICAS]):
             path = f"`{self._layer_name}`: " if self._layer_name else ""
             warn(f"{path}{self!r} {what}", UnsynchronizedWarning)
         return True

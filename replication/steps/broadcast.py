@@ -18,13 +18,12 @@ Copies = list[list[Tensor]]
 
 def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device]) -> Copies:
     """Copies buffers to each device. Only copy 0 is the original if that is on the device."""
-    first, *others = [
-        list(zip(buffers, copies, strict=True)) for copies in _copies(buffers, devices)
-    ]
-    return [
-        [buffer if copy.device == buffer.device else copy for buffer, copy in first],
-        *([c.clone() if c.device == b.device else c for b, c in other] for other in others),
-    ]
+    copies = _copies(buffers, devices)
+    for replica, device in enumerate(devices):
+        for i, buffer in enumerate(buffers):
+            if buffer.device == device:
+                copies[replica][i] = buffer.clone() if replica else buffer
+    return copies
 
 
 def broadcast(

@@ -126,9 +126,6 @@ class Channel(Exchange):
         self.identifiers.add(identifier)
         self.add(replica)
 
-    def send(self, rendezvous: Rendezvous, replica: int, message: Message) -> Any:
-        return self(rendezvous, replica, message, self.merge)
-
     def merge(self, messages: list[Message]) -> list[Any]:
         reply: Any = messages[0].reply  # the first message is the master's, which is in replica 0
         return reply([message[:2] for message in messages])  # type: ignore[no-any-return]
@@ -157,8 +154,8 @@ class SlavePipe:
                 "never answers; if another toolkit's patch_replication_callback has called the "
                 "callbacks again, remove it"
             )
-        message = Message(self.identifier, msg)
-        return self._channel.send(self._rendezvous, self._replica, message)
+        channel, message = self._channel, Message(self.identifier, msg)
+        return channel(self._rendezvous, self._replica, message, channel.merge)
 
 
 def replies_of(callback: MasterCallback, path: str, messages: Identified) -> list[Any]:
@@ -281,4 +278,5 @@ class SyncMaster:
         channel = self._channel(current)
         # The last replica to arrive calls the callback. Its thread must not change the bits.
         reply = as_in_this_thread(partial(replies_of, self._master_callback, channel.path))
-        return channel.send(current.rendezvous, _MASTER, Message(_MASTER, master_msg, reply))
+        message = Message(_MASTER, master_msg, reply)
+        return channel(current.rendezvous, _MASTER, message, channel.merge)

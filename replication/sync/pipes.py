@@ -22,7 +22,7 @@ import torch
 from replication._torch import set_grad_modes
 from replication.devices import current_device, current_stream, use_device
 from replication.errors import ReplicationError
-from replication.sync.lifecycle import CurrentReplica, current_replica
+from replication.sync.lifecycle import CurrentReplica, this_thread
 from replication.sync.rendezvous import Exchange, Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
@@ -38,7 +38,7 @@ MasterCallback = Callable[[Identified], Iterable[tuple[Any, Any]]]
 
 def calling_replica(name: str) -> CurrentReplica:
     """The replica whose forward or callback this thread runs, or ReplicationError."""
-    current = current_replica()
+    current = this_thread.current
     if current is None:
         raise ReplicationError(
             f"{name} connects the replicas of one forward, and this thread runs none of them; "
@@ -272,7 +272,7 @@ class SyncMaster:
             ReplicasDiverged: The message of a slave can no longer arrive.
             ReplicationError: The callback did not reply to every message, or no replica calls.
         """
-        if current_replica() is None and not self._has_slaves:  # a layer that is the only copy
+        if this_thread.current is None and not self._has_slaves:  # a layer that is the only copy
             return replies_of(self._master_callback, "SyncMaster", [(_MASTER, master_msg)])[0]
         current = calling_replica("run_master")
         channel = self._channel(current)

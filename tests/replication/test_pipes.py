@@ -23,7 +23,7 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from tests.layers import (
     DEADLINE,
     Centering,
@@ -188,7 +188,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
     class Spy(Numbered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rendezvous.append(weakref.ref(current_replica().rendezvous))
+            rendezvous.append(weakref.ref(this_thread.current.rendezvous))
             return x
 
     with no_garbage_collection():

@@ -17,17 +17,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, TypeVar
-from weakref import ref
 
-import torch
 from torch import nn
 
 from replication._torch import current_backward
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, path_or_root
 from replication.groups.replicas import CallbackContext
-from replication.modules import Copies, paired, with_class
-from replication.steps.parallel_apply import run_replicas
+from replication.modules import paired, with_class
+from replication.steps.parallel_apply import parallel_apply
 from replication.sync.lifecycle import (
     CurrentReplica,
     attach_rendezvous,
@@ -77,8 +75,33 @@ def execute_replication_callbacks(
     """
     if devices is not None and len(devices) != len(modules):
         raise ValueError(f"expected one device per copy, {len(modules)} (got {len(devices)})")
-    parsed = None if devices is None else parse_devices(devices)
-    connect_copies(paired(modules), parsed)
+    layers, size = paired(modules), len(modules)
+    # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
+    kinds = {kind for kind in {type(c[0]) for _, c in layers} if hasattr(kind, CALLBACK)}
+    parsed = list(map(device_of, modules)) if devices is None else parse_devices(devices)
+    rendezvous = attach_rendezvous(modules)
+    contexts: dict[str, CallbackContext] = {}
+    backward, current = current_backward(), this_thread.current
+    try:
+        for copy_id, (path, copies) in product(range(size), layers):
+            copy = copies[copy_id]
+            if type(copy) not in kinds and CALLBACK not in copy.__dict__:
+                continue  # nearly all
+            callback = getattr(copy, CALLBACK)
+            if callback is None:  # a class or an object has switched it off
+                continue
+            if path not in contexts:
+                contexts[path] = CallbackContext(size, parsed, path, rendezvous)
+            this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path_or_root(path))
+            try:
+                callback(contexts[path], copy_id)
+            except BaseException as error:
+                where = with_class(path, copy)
+                add_note(error, f"in {CALLBACK} of {where}, copy {copy_id} of {size}")
+                raise
+    finally:
+        # A plain assignment: a Ctrl-C may keep an `__exit__` from running.
+        this_thread.current = current
 
 
 exec_data_parallel_replication_callback = execute_replication_callbacks
@@ -92,40 +115,6 @@ def with_callbacks(replicate: MethodT) -> MethodT:
 
 def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
     return "runs_callbacks" in vars(kind.replicate)
-
-
-def connect_copies(
-    layers: Sequence[Copies], devices: Sequence[torch.device | None] | None
-) -> None:
-    """Gives the copies their rendezvous, and runs the callbacks of each layer's copies."""
-    roots = layers[0][1]
-    size = len(roots)
-    # On a module, `getattr` would be slow: nn.Module raises an error for each missing attribute.
-    kinds = {kind for kind in {type(c[0]) for _, c in layers} if hasattr(kind, CALLBACK)}
-    devices = tuple(map(device_of, roots) if devices is None else devices)
-    rendezvous = attach_rendezvous(roots)
-    contexts: dict[str, CallbackContext] = {}
-    backward, current = current_backward(), this_thread.current
-    try:
-        for copy_id, (path, copies) in product(range(size), layers):
-            copy = copies[copy_id]
-            if type(copy) not in kinds and CALLBACK not in copy.__dict__:
-                continue  # nearly all
-            callback = getattr(copy, CALLBACK)
-            if callback is None:  # a class or an object has switched it off
-                continue
-            if path not in contexts:
-                contexts[path] = CallbackContext(size, devices, path, rendezvous)
-            this_thread.current = CurrentReplica(rendezvous, copy_id, backward, path_or_root(path))
-            try:
-                callback(contexts[path], copy_id)
-            except BaseException as error:
-                where = with_class(path, copy)
-                add_note(error, f"in {CALLBACK} of {where}, copy {copy_id} of {size}")
-                raise
-    finally:
-        # A plain assignment: a Ctrl-C may keep an `__exit__` from running.
-        this_thread.current = current
 
 
 # -- the patch ----------------------------------------------------------------------------------
@@ -148,7 +137,7 @@ class Patched(nn.DataParallel[Any]):
         """Runs the replicas and raises the first error."""
         run = super().parallel_apply
         if getattr(run, "__func__", None) is nn.DataParallel.parallel_apply:  # makes new threads
-            run = partial(run_replicas, devices=parse_devices(self.device_ids[: len(replicas)]))
+            run = partial(parallel_apply, devices=self.device_ids[: len(replicas)])
         return first_failure_wins(run, replicas, *args, **kwargs)
 
 
@@ -156,15 +145,13 @@ class PatchHandle:
     """Undoes `patch_replication_callback` by ``remove()``."""
 
     def __init__(self, data_parallel: nn.DataParallel[Any]) -> None:
-        self._data_parallel = ref(data_parallel)
-        # Identifies this patch, because the object may be patched again later.
-        self._patched = type(data_parallel)
+        self._data_parallel = data_parallel
 
     def remove(self) -> None:
         """Removes the callbacks. May be called more than once."""
-        data_parallel: Any = self._data_parallel()
-        if type(data_parallel) is self._patched and issubclass(self._patched, Patched):
-            data_parallel.__class__ = self._patched.__bases__[-1]
+        bases = type(self._data_parallel).__bases__
+        if Patched in bases:
+            self._data_parallel.__class__ = bases[-1]
 
 
 def check_methods(data_parallel: nn.DataParallel[Any]) -> None:

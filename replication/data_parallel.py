@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
-from replication.callbacks import CALLBACK, connect_copies, with_callbacks
+from replication.callbacks import CALLBACK, execute_replication_callbacks, with_callbacks
 from replication.containers import Scattered
 from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
 from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.registry import has_other_processes
-from replication.modules import layers_of, paired, with_class
+from replication.modules import layers_of, with_class
 from replication.steps.gather import gather, join_leaves
-from replication.steps.parallel_apply import run_replicas
+from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins
-from replication.warning import UnsynchronizedWarning, WarnOnce, once_for, warn
+from replication.warning import UnsynchronizedWarning, once_for, warn
 
 __all__ = [
     "DataParallel",
@@ -65,7 +65,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             output does not have raises a warning.
         sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
             device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
-        cpu_keywords: Names of keyword arguments that are split like the batch but not moved.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -83,7 +82,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
     inputs_are_scattered = False
     except_keywords: Collection[str] = ()
     sort_and_gather = False
-    cpu_keywords: Collection[str] = ()
 
     def __init__(
         self,
@@ -96,7 +94,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         inputs_are_scattered: bool = False,
         except_keywords: Collection[str] = (),
         sort_and_gather: bool = False,
-        cpu_keywords: Collection[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # torch's constructor accepts accelerators only
         devices = _devices_to_use(module, device_ids)
@@ -108,7 +105,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = checked_names("except_keywords", except_keywords)
         self.sort_and_gather = sort_and_gather
-        self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
         self.device_ids = [_torch_spelling(device) for device in devices]
         if not devices:
             return
@@ -165,26 +161,19 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Any:
         """Splits the arguments into one part for each replica that has data."""
         return scatter_kwargs(
-            inputs,
-            kwargs,
-            device_ids,
-            self.dim,
-            inputs_are_scattered=self.inputs_are_scattered,
-            cpu_keywords=self.cpu_keywords,
+            inputs, kwargs, device_ids, self.dim, inputs_are_scattered=self.inputs_are_scattered
         )
 
     @with_callbacks
     def replicate(self, module: ModuleT, device_ids: Sequence[DeviceLike]) -> list[ModuleT]:
         """Makes the replicas and runs their callbacks."""
-        devices = parse_devices(device_ids)
-        replicas = replicate(module, devices, detach=not torch.is_grad_enabled())
-        connect_copies(paired(replicas), devices)
+        replicas = replicate(module, device_ids, detach=not torch.is_grad_enabled())
+        execute_replication_callbacks(replicas, device_ids)
         return replicas
 
     def parallel_apply(self, replicas: Sequence[ModuleT], inputs: Any, kwargs: Any) -> list[Any]:
         """Calls each replica with its part of the arguments."""
-        devices = parse_devices(self.device_ids[: len(replicas)])
-        return run_replicas(replicas, inputs, kwargs, devices)
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Joins the outputs, except for those that stay `Scattered`."""
@@ -265,16 +254,12 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
         and (type(layer) in TORCH_BATCH_NORM or isinstance(layer, _SyncBatchNorm))
         and not hasattr(type(layer), CALLBACK)
     ]
-    if paths and once_for(model)():
+    if paths and once_for(model):
         warn(
             f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
             "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
             UnsynchronizedWarning,
         )
-
-
-#: Only the first warns: a program for any machine may not need replicas.
-_first_warning = WarnOnce()
 
 
 def _devices_to_use(
@@ -286,7 +271,8 @@ def _devices_to_use(
         if devices := default_devices():
             return devices
         communicates = any(hasattr(type(layer), CALLBACK) for _, layer in layers_of(module))
-        if communicates and not has_other_processes() and _first_warning():
+        # Only the first in a program warns: one for any machine may not need replicas.
+        if communicates and not has_other_processes() and once_for(DataParallel):
             _warn_of_no_replicas("no GPU or other accelerator found", 4)
         return []
     check_list("device_ids", device_ids)

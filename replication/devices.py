@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from replication._torch import has_kernels
-from replication.errors import is_int
+from replication.errors import check_list, is_int
 
 #: Types of accelerators, for torch before 2.6, which has no `torch.accelerator`.
 _ACCELERATORS = ("cuda", "xpu", "mps")
@@ -72,8 +72,7 @@ def parse_device(device: DeviceLike) -> torch.device:
 
 
 def parse_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    if isinstance(devices, (str, int, torch.device)):
-        raise TypeError(f"expected a list of devices (got {devices!r})")
+    check_list("devices", devices)
     return list(map(parse_device, devices))
 
 

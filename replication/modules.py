@@ -8,7 +8,7 @@ from itertools import zip_longest
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from replication.errors import path_or_root
+from replication.errors import check_module, path_or_root
 
 #: The path of a module, and its copies, one per replica.
 Copies = tuple[str, tuple[nn.Module, ...]]
@@ -42,13 +42,11 @@ def check_initialized(path: str, layer: nn.Module) -> None:
 
 def paired(modules: Sequence[nn.Module]) -> list[Copies]:
     """Returns each submodule with its copies, in the order of ``modules()``."""
-    roots = tuple(modules)
-    if not roots:
+    if not len(modules):
         raise ValueError("expected at least one copy of a module (got none)")
-    for copy_id, root in enumerate(roots):
-        if not isinstance(root, nn.Module):
-            raise TypeError(f"copy {copy_id} must be a module (got {type(root).__name__})")
-    layers = [layers_of(root) for root in roots]
+    for root in modules:
+        check_module(root)
+    layers = list(map(layers_of, modules))
     for copy_id, others in enumerate(layers):
         for first, other in zip_longest(layers[0], others, fillvalue=("", None)):
             # By name, because each copy of a `torch.fx.GraphModule` has its own class.

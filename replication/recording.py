@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 
 from replication._torch import compiled_module, is_dtensor, timeout_of
 from replication.errors import add_note
-from replication.sync.lifecycle import current_replica, is_recomputation
+from replication.sync.lifecycle import is_recomputation, this_thread
 from replication.tree import flatten, replace_leaves
 
 #: The kinds of quantities, in the order in which they are computed. If the output of a layer
@@ -149,7 +149,7 @@ def _record_layers(net: nn.Module, quantities: Quantities, rank: int) -> None:
     def record_call(path: str, kind: str, layer: nn.Module, args: Any, output: Any) -> None:
         if is_recomputation():
             return
-        replica = current_replica()
+        replica = this_thread.current
         index = rank if replica is None else replica.replica
         calls[path, index] += 1
         number = calls[path, index]

@@ -197,7 +197,7 @@ def verify(
 
     def replicated(net: nn.Module) -> nn.Module:
         runner = DataParallel(net, devices, dim=dim)
-        once_for(runner)()  # the result names plain batch norm, no warning does
+        once_for(runner)  # the result names plain batch norm, no warning does
         return runner
 
     step = step._replace(device=devices[0], wrap=replicated)

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, and flags that return True once."""
+"""Warnings that point at the user's line, and an answer that is True once for an object."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from weakref import finalize
 __all__ = ["UnsynchronizedWarning"]
 
 #: The packages whose frames lie between a warning and the user's line.
-_SKIPPED = {"replication", "syncbn", "torch", "contextlib", "threading", "importlib"}
-_SKIPPED |= {"_frozen_importlib", "_frozen_importlib_external"}
+_SKIPPED = {"replication", "syncbn", "torch", "contextlib", "threading"}
 
 
 class UnsynchronizedWarning(UserWarning):
@@ -23,43 +22,23 @@ class UnsynchronizedWarning(UserWarning):
     """
 
 
-class WarnOnce:
-    """A flag that returns True on its first call, in any thread."""
-
-    def __init__(self) -> None:
-        self._answers = {"first": True}
-
-    def __call__(self) -> bool:
-        # Atomic. A signal handler could interrupt the thread that holds a lock.
-        return self._answers.pop("first", False)
+#: The answers that `once_for` has left, by the id of the owner: a dictionary has no hash.
+_answers: dict[int, dict[str, bool]] = {}
 
 
-#: By the id of the owner, because a dictionary has no hash.
-_flags: dict[int, WarnOnce] = {}
-
-
-def once_for(owner: object) -> WarnOnce:
-    """Returns the flag of an object. It is not an attribute, so it is not copied or pickled."""
-    if id(owner) not in _flags:
-        finalize(owner, _flags.pop, id(owner), None)
-    return _flags.setdefault(id(owner), WarnOnce())
+def once_for(owner: object) -> bool:
+    """Returns True on the first call for an object, in any thread."""
+    # Beside the object instead of in an attribute, which would be copied and pickled.
+    if id(owner) not in _answers:
+        finalize(owner, _answers.pop, id(owner), None)
+    # Atomic. A signal handler could interrupt the thread that holds a lock.
+    return _answers.setdefault(id(owner), {"first": True}).pop("first", False)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the innermost line outside of torch and this toolkit, if this thread has one."""
-    here = sys._getframe(1)
-    frame = _user_frame(here) or here
-    warnings.warn_explicit(
-        message,
-        category,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        frame.f_globals.get("__name__", "<unknown>"),
-        frame.f_globals.setdefault("__warningregistry__", {}),
-    )
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
     while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _SKIPPED:
-        frame = frame.f_back
-    return frame
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level if frame else 2)

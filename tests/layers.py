@@ -28,7 +28,7 @@ from replication import (
     replicate,
     scatter_kwargs,
 )
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
 from tests.deadlines import ends, soon
@@ -131,7 +131,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 
 def until_others_wait(count: int) -> None:
     """Returns, in a replica, when ``count`` other replicas wait for a message."""
-    place = current_replica()
+    place = this_thread.current
     assert place is not None
     waits = place.rendezvous.waits
     assert soon(lambda: len(waits) >= count), "the others do not wait"

@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from replication import DataParallel
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from syncbn import convert_model
 from tests import stepping
 from tests.deadlines import soon
@@ -235,7 +235,7 @@ class Copies(Layer):
         self.replicas = replicas
 
     def forward(self, x: Tensor) -> Tensor:
-        place = current_replica()
+        place = this_thread.current
         if place is not None and place.replica not in self.replicas:
             return self.head(self.layer(x * 2))
         z = x * 2

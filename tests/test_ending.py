@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, replicate
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, convert_model, replicas
 from tests.layers import CustomDataParallel, ours, soon, together, values
@@ -190,7 +190,7 @@ def test_an_interrupt_anywhere_in_a_forward_leaves_the_thread_as_it_was(samples)
     try:
         torch.set_num_threads(4)
         while interrupted_at(place, lambda: model(x)):
-            assert current_replica() is None
+            assert this_thread.current is None
             assert soon(all_replicas_have_ended)
             assert values(together(torch.get_num_threads)) == [4]
             place += 1
@@ -203,7 +203,7 @@ def test_an_interrupt_of_a_replica_that_is_called_by_hand_leaves_the_thread_as_i
     replicas, place = replicate(nn.Identity(), ["cpu"] * 2), 0
     execute_replication_callbacks(replicas)
     while interrupted_at(place, lambda: replicas[0](torch.ones(1))):
-        assert current_replica() is None
+        assert this_thread.current is None
         place += 1
     assert place > 3
 

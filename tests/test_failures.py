@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware, ReplicaFailed
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from tests.deadlines import Deadline, soon
 from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
 from tests.layers import WRAPS, Centering, LayerError, N, Numbered, as_a_function, ours
@@ -159,7 +159,7 @@ class Interruption(Fault):
         self.main = threading.main_thread().ident or 0
 
     def act(self) -> None:
-        place = current_replica()
+        place = this_thread.current
         assert place is not None
         while place.rendezvous.aborted is None:
             signal.pthread_kill(self.main, signal.SIGINT)
@@ -215,7 +215,7 @@ def test_a_forward_ends_when_its_replicas_have_ended():
         def forward(self, x):
             if threading.current_thread().name == "replica-0":
                 raise SystemExit(3)
-            place = current_replica()
+            place = this_thread.current
             assert soon(lambda: place.rendezvous.has_ended(0))
             ended.append(x)
             raise KeyError("later")

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model
 from tests.layers import Recomputed
 
@@ -24,7 +24,7 @@ def test_dropout_between_checkpoints():
 
         def forward(self, x: Tensor) -> Tensor:
             mask = torch.empty(len(x), 4).bernoulli_(0.5) * 2
-            kept[current_replica().replica] = mask
+            kept[this_thread.current.replica] = mask
             return self.second(self.first(x) * mask)
 
     class Replayed(Net):

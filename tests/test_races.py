@@ -116,7 +116,7 @@ def test_process_group_has_one_state():
 def test_flag_is_raised_once():
     for _ in range(20):
         owner = nn.Identity()
-        answers = at_once(*[lambda owner=owner: once_for(owner)()] * THREADS)
+        answers = at_once(*[lambda owner=owner: once_for(owner)] * THREADS)
         assert sorted(answers) == [False] * (THREADS - 1) + [True]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import warnings
 
@@ -11,13 +10,12 @@ import torch
 from torch import nn
 
 from replication import DataParallel, UnsynchronizedWarning, data_parallel
-from replication.warning import WarnOnce
+from replication.warning import _answers
 from syncbn import convert_model, patch_sync_batchnorm, verify
 from tests.devices import ACCELERATORS, no_accelerator
 
 CPUS = ["cpu"] * 2
 #: `replication.data_parallel` itself is the function.
-module_of_data_parallel = importlib.import_module("replication.data_parallel")
 X = torch.randn(4, 3)
 
 
@@ -136,7 +134,7 @@ both_forms = pytest.mark.parametrize(
 @pytest.fixture
 def first_time(monkeypatch):
     """Lets the process warn of missing accelerators, as if for the first time."""
-    monkeypatch.setattr(module_of_data_parallel, "_first_warning", WarnOnce())
+    monkeypatch.delitem(_answers, id(DataParallel), raising=False)
 
 
 @no_accelerator

@@ -268,12 +268,7 @@ def reduce_tensors(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     count = len(tensors)
     if op == "mean" and may_overflow(tensors[0]):
         return reduce(torch.add, [tensor / count for tensor in tensors])
-    operators: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "sum": torch.add,
-        "mean": torch.add,
-        "product": torch.mul,
-    }
-    total = reduce(operators[op], tensors)
+    total = reduce(torch.mul if op == "product" else torch.add, tensors)
     return total / count if op == "mean" else total
 
 

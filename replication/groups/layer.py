@@ -12,7 +12,7 @@ from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import process_group_of
 from replication.groups.registry import ProcessGroupHandle, as_process_group, has_other_processes
 from replication.groups.replicas import CallbackContext
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from replication.warning import UnsynchronizedWarning, once_for, warn
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ReplicaAware(_Base):
         process_group = self.process_group
         processes = process_group_of(process_group, name)
         if processes is not None:
-            current = current_replica()
+            current = this_thread.current
             if (group is not None and group.size > 1) or (current and current.is_one_of_several):
                 raise ReplicationError(
                     f"`{name}` must run either in several replicas or in several processes (got "
@@ -138,11 +138,11 @@ class ReplicaAware(_Base):
 
     def _is_in_replica(self) -> bool:
         # By `getattr`: releases of torch up to 2.4 cannot compile `vars` of a module.
-        return getattr(self, IS_REPLICA, False) or current_replica() is not None
+        return getattr(self, IS_REPLICA, False) or this_thread.current is not None
 
     def _warn_if_isolated(self) -> bool:
         """Whether a replica calls this layer without its copies. Warns if it is in a forward."""
-        current = current_replica()
+        current = this_thread.current
         if IS_REPLICA in vars(self):  # `getattr` would search, and then make an error
             what = (
                 "is not synchronized, because its replica is not connected to the others. Use "
@@ -162,7 +162,7 @@ class ReplicaAware(_Base):
                 "forward)"
             )
         # One flag for the original and all its replicas, which come here at the same time.
-        if once_for(vars(self)[SHARED_BY_REPLICAS])():
+        if once_for(vars(self)[SHARED_BY_REPLICAS]):
             path = f"`{self._layer_name}`: " if self._layer_name else ""
             warn(f"{path}{self!r} {what}", UnsynchronizedWarning)
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -276,7 +277,7 @@ class ReplicaGroup(Group):
         results: Tensors = self.exchange(
             signature.name,
             tensors,
-            lambda messages: merge([tuple(map(recordable, m)) for m in messages], **option),
+            partial(merge, **option),
             layouts=signature.layouts,
             requires_grad=any(tensor.requires_grad for tensor in tensors),
         )
@@ -292,13 +293,6 @@ class ReplicaGroup(Group):
     def _part(self, size: int) -> Group:
         start = self.rank - self.rank % size
         return self._communicator.part(start, start + size).group(self.rank - start)
-
-
-def recordable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy of an inference tensor, which a graph cannot hold."""
-    if torch.is_inference_mode_enabled() or not tensor.is_inference():
-        return tensor
-    return tensor.clone()
 
 
 def copy_to_each(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensors]:

@@ -16,20 +16,14 @@ from replication.devices import current_streams, to_device, use_streams
 Copies = list[list[Tensor]]
 
 
-def are_distinct_cuda(devices: Sequence[torch.device]) -> bool:
-    """Whether all devices are CUDA devices and differ, which torch's coalesced copies require."""
-    return all(d.type == "cuda" for d in devices) and len(set(devices)) == len(devices)
-
-
 def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device]) -> Copies:
     """Copies buffers to each device. Only copy 0 is the original if that is on the device."""
-    first, *others = [
-        list(zip(buffers, copies, strict=True)) for copies in _copies(buffers, devices)
-    ]
-    return [
-        [buffer if copy.device == buffer.device else copy for buffer, copy in first],
-        *([c.clone() if c.device == b.device else c for b, c in other] for other in others),
-    ]
+    copies = _copies(buffers, devices)
+    for replica, device in enumerate(devices):
+        for i, buffer in enumerate(buffers):
+            if buffer.device == device:
+                copies[replica][i] = buffer.clone() if replica else buffer
+    return copies
 
 
 def broadcast(
@@ -47,7 +41,7 @@ def broadcast(
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copies:
     """Copies tensors to each device, detached from the graph."""
-    if _can_coalesce(tensors, devices):
+    if can_coalesce(tensors, devices):
         # Copies many small tensors at once. It returns complex tensors as their real views.
         copies = comm.broadcast_coalesced([tensor.detach() for tensor in tensors], devices)
         for i, tensor in enumerate(tensors):
@@ -61,9 +55,10 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copie
     ]
 
 
-def _can_coalesce(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> bool:
-    can_receive = len(tensors) > 0 and are_distinct_cuda(devices)
-    return can_receive and all(tensor.device == devices[0] for tensor in tensors)
+def can_coalesce(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> bool:
+    """Whether torch's coalesced copies support it: CUDA devices that differ, from the first."""
+    are_distinct = len(set(devices)) == len(devices) and all(d.type == "cuda" for d in devices)
+    return are_distinct and len(tensors) > 0 and all(t.device == devices[0] for t in tensors)
 
 
 # All parameters of a module share one node. With a view for each copy instead, the engine would
@@ -77,7 +72,7 @@ class Broadcast(torch.autograd.Function):
         ctx.sources = [tensor.device for tensor in tensors]
         ctx.copies = len(devices)
         ctx.streams = current_streams([*devices, *ctx.sources])
-        ctx.can_coalesce = _can_coalesce(tensors, devices)
+        ctx.is_coalesced = can_coalesce(tensors, devices)
         of_tensors = list(zip(*_copies(tensors, devices), strict=True))
         pairs = zip(tensors, of_tensors, strict=True)
         ctx.mark_non_differentiable(*chain(*[own for t, own in pairs if not t.requires_grad]))
@@ -89,7 +84,7 @@ class Broadcast(torch.autograd.Function):
         # A gradient is read, and its memory reused, in the order of the stream of its device.
         with use_streams(ctx.streams):
             # torch's coalesced sum has no derivative, and takes dense gradients of every copy.
-            if ctx.can_coalesce and not torch.is_grad_enabled() and all(map(_is_dense, grads)):
+            if ctx.is_coalesced and not torch.is_grad_enabled() and all(map(_is_dense, grads)):
                 of_devices: Any = [grads[i::n] for i in range(n)]
                 return None, *comm.reduce_add_coalesced(of_devices, sources[0].index)
             of_tensors = [grads[i * n : (i + 1) * n] for i in range(len(sources))]

@@ -12,12 +12,7 @@ from torch import nn
 
 from replication._torch import in_functorch_transform, named_range
 from replication.devices import DeviceLike, device_of, parse_devices
-from replication.errors import (
-    add_note,
-    check_list,
-    lost_derivatives,
-    origin,
-)
+from replication.errors import add_note, check_list, lost_derivatives, origin
 from replication.steps.threads import CallerState, run_all
 from replication.sync.lifecycle import abort_forward, first_failure_wins, tracked_forwards
 
@@ -62,19 +57,9 @@ def parallel_apply(
         targets = [device_of(replica) or torch.device("cpu") for replica in modules]
     else:
         targets = parse_devices(devices)
-    return first_failure_wins(run_replicas, modules, inputs, kwargs_tup, targets)
-
-
-def run_replicas(
-    modules: Sequence[nn.Module],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None,
-    devices: Sequence[torch.device],
-) -> list[Any]:
-    """Does what `parallel_apply` does without `first_failure_wins`, which the caller applies."""
     n = len(modules)
     kwargs_tup = [{}] * n if kwargs_tup is None else kwargs_tup
-    for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+    for name, items in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
         check_list(name, items)
         if len(items) != n:
             raise ValueError(f"expected one of {name} for each of {n} replicas (got {len(items)})")
@@ -85,14 +70,12 @@ def run_replicas(
     # times as long with two threads each as with one. A step of the whole ResNet-50 took 0.8 to
     # 0.9 times as long, because of its wide 1x1 convolutions of few samples. If these dominate,
     # `torch.set_num_threads(2 * n)` gives each replica two.
-    on_cpu = [device.type for device in devices].count("cpu")
+    on_cpu = [device.type for device in targets].count("cpu")
     share = max(1, torch.get_num_threads() // max(1, on_cpu))
-    state = CallerState(devices, share)
-    calls = enumerate(zip(modules, inputs, kwargs_tup, devices, strict=True))
+    state = CallerState(targets, share)
+    calls = enumerate(zip(modules, inputs, kwargs_tup, targets, strict=True))
     jobs = {(index, call[3]): partial(_run, state, index, n, *call) for index, call in calls}
-    if n == 1:
-        return [job() for job in jobs.values()]
-    return run_all(jobs, partial(abort_forward, modules))
+    return first_failure_wins(lambda _: run_all(jobs, partial(abort_forward, modules)), modules)
 
 
 def _run(

@@ -169,9 +169,13 @@ class _Nursery:
 def run_all(jobs: Mapping[Key, Callable[[], Any]], abort: Callable[[], object]) -> list[Any]:
     """Runs each job in its thread. When all have ended, returns their values in order.
 
+    A single job runs in the calling thread.
+
     Raises the first error, by time. If the caller is interrupted, it calls ``abort``, which should
     end the jobs, awaits them and raises the interrupt. A second interrupt is raised at once.
     """
+    if len(jobs) == 1:
+        return [job() for job in jobs.values()]
     nursery = _Nursery(len(jobs))
     try:
         try:

@@ -48,10 +48,6 @@ class _Local(threading.local):
 this_thread = _Local()
 
 
-def current_replica() -> CurrentReplica | None:
-    return this_thread.current
-
-
 def is_recomputation() -> bool:
     """Whether this thread, or the caller of the replica that it runs, is in a backward.
 
@@ -142,7 +138,7 @@ def _failing_path(error: BaseException, root: nn.Module) -> str:
 
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
-    current = current_replica()
+    current = this_thread.current
     outer = None if current is None else current.rendezvous
     rendezvous = Rendezvous(len(replicas), in_backward=is_recomputation(), outer=outer)
     for index, replica in enumerate(replicas):

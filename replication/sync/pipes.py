@@ -22,7 +22,7 @@ import torch
 from replication._torch import set_grad_modes
 from replication.devices import current_device, current_stream, use_device
 from replication.errors import ReplicationError
-from replication.sync.lifecycle import CurrentReplica, current_replica
+from replication.sync.lifecycle import CurrentReplica, this_thread
 from replication.sync.rendezvous import Exchange, Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
@@ -38,7 +38,7 @@ MasterCallback = Callable[[Identified], Iterable[tuple[Any, Any]]]
 
 def calling_replica(name: str) -> CurrentReplica:
     """The replica whose forward or callback this thread runs, or ReplicationError."""
-    current = current_replica()
+    current = this_thread.current
     if current is None:
         raise ReplicationError(
             f"{name} connects the replicas of one forward, and this thread runs none of them; "
@@ -69,9 +69,6 @@ class FutureResult:
     def __init__(self) -> None:
         #: Holds the result, if there is one.
         self._box: list[Any] = []
-
-    def __reduce__(self) -> tuple[type[FutureResult], tuple[()]]:
-        return FutureResult, ()  # a copy has no getter and holds nothing
 
     def put(self, result: Any) -> None:
         """Puts ``result`` into the mailbox.
@@ -129,9 +126,6 @@ class Channel(Exchange):
         self.identifiers.add(identifier)
         self.add(replica)
 
-    def send(self, rendezvous: Rendezvous, replica: int, message: Message) -> Any:
-        return self(rendezvous, replica, message, self.merge)
-
     def merge(self, messages: list[Message]) -> list[Any]:
         reply: Any = messages[0].reply  # the first message is the master's, which is in replica 0
         return reply([message[:2] for message in messages])  # type: ignore[no-any-return]
@@ -141,13 +135,10 @@ class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
     def __init__(
-        self, identifier: Hashable, connection: tuple[Channel, Rendezvous, int] | None = None
+        self, identifier: Hashable, channel: Channel, rendezvous: Rendezvous, replica: int
     ) -> None:
-        self.identifier = identifier
-        self._connection = connection
-
-    def __reduce__(self) -> tuple[type[SlavePipe], tuple[Hashable]]:
-        return SlavePipe, (self.identifier,)  # a copy belongs to no forward
+        self.identifier, self._channel = identifier, channel
+        self._rendezvous, self._replica = rendezvous, replica
 
     def run_slave(self, msg: Any) -> Any:
         """Sends ``msg`` to the master and returns its reply. Gradients flow through both.
@@ -157,19 +148,14 @@ class SlavePipe:
             ReplicasDiverged: The master can no longer reply.
             ReplicationError: The slave was registered in another forward, or no replica calls.
         """
-        if self._connection is None:
-            raise ReplicationError(
-                f"the pipe of slave {self.identifier!r} is a copy and belongs to no forward; "
-                "call register_slave in each forward"
-            )
-        channel, rendezvous, replica = self._connection
-        if calling_replica("run_slave").rendezvous is not rendezvous:
+        if calling_replica("run_slave").rendezvous is not self._rendezvous:
             raise ReplicationError(
                 f"slave {self.identifier!r} was not registered in this forward, so its master "
                 "never answers; if another toolkit's patch_replication_callback has called the "
                 "callbacks again, remove it"
             )
-        return channel.send(rendezvous, replica, Message(self.identifier, msg))
+        channel, message = self._channel, Message(self.identifier, msg)
+        return channel(self._rendezvous, self._replica, message, channel.merge)
 
 
 def replies_of(callback: MasterCallback, path: str, messages: Identified) -> list[Any]:
@@ -265,7 +251,7 @@ class SyncMaster:
         with current.rendezvous.lock:
             channel.register(identifier, current.replica)
         self._has_slaves = True
-        return SlavePipe(identifier, (channel, current.rendezvous, current.replica))
+        return SlavePipe(identifier, channel, current.rendezvous, current.replica)
 
     def _channel(self, current: CurrentReplica) -> Channel:
         of_forward = _channels.setdefault(current.rendezvous, WeakKeyDictionary())
@@ -286,10 +272,11 @@ class SyncMaster:
             ReplicasDiverged: The message of a slave can no longer arrive.
             ReplicationError: The callback did not reply to every message, or no replica calls.
         """
-        if current_replica() is None and not self._has_slaves:  # a layer that is the only copy
+        if this_thread.current is None and not self._has_slaves:  # a layer that is the only copy
             return replies_of(self._master_callback, "SyncMaster", [(_MASTER, master_msg)])[0]
         current = calling_replica("run_master")
         channel = self._channel(current)
         # The last replica to arrive calls the callback. Its thread must not change the bits.
         reply = as_in_this_thread(partial(replies_of, self._master_callback, channel.path))
-        return channel.send(current.rendezvous, _MASTER, Message(_MASTER, master_msg, reply))
+        message = Message(_MASTER, master_msg, reply)
+        return channel(current.rendezvous, _MASTER, message, channel.merge)

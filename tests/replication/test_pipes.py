@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import threading
 import weakref
@@ -24,7 +23,7 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from replication.sync.lifecycle import current_replica
+from replication.sync.lifecycle import this_thread
 from tests.layers import (
     DEADLINE,
     Centering,
@@ -33,7 +32,6 @@ from tests.layers import (
     freed,
     no_garbage_collection,
     outcome_of,
-    pickled,
     together,
     values,
 )
@@ -190,7 +188,7 @@ def test_forward_leaves_nothing_in_the_instance():
 
     class Spy(Numbered):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rendezvous.append(weakref.ref(current_replica().rendezvous))
+            rendezvous.append(weakref.ref(this_thread.current.rendezvous))
             return x
 
     with no_garbage_collection():
@@ -198,18 +196,6 @@ def test_forward_leaves_nothing_in_the_instance():
         assert len(rendezvous) == 2
         assert freed(*rendezvous)
     assert vars(layer._sync_master) == {**before, "_has_slaves": True}
-
-
-# -- copies ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
-def test_a_replica_with_a_pipe_can_be_copied(copied):
-    replicas = replicate(Centering(), ["cpu"] * 2)
-    execute_replication_callbacks(replicas)
-    twin = copied(replicas[1])
-    with pytest.raises(ReplicationError, match="the pipe of slave 1 is a copy"):
-        twin(torch.randn(6, 2))
 
 
 # -- FutureResult ------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_member_without_grad_gets_and_gives_constants(without):
         assert x.grad is None if i == without else x.grad.tolist() == [11, 11]
 
 
-@pytest.mark.parametrize("op", ["sum", "max", "product"])
+@pytest.mark.parametrize("op", ["sum", "max"])
 @pytest.mark.parametrize("without", [0, 1])
 def test_member_in_inference_mode_leaves_the_others_their_graph(without, op):
     def member(group: Group, x: Tensor, replica: int) -> Tensor:
@@ -170,7 +170,7 @@ def test_member_in_inference_mode_leaves_the_others_their_graph(without, op):
     outputs = in_replicas(member, inputs)
     assert [y.requires_grad for y in outputs] == [i != without for i in range(2)]
     outputs[1 - without].backward(torch.ones(2))
-    expected = {"sum": 6.0, "max": 3.0, "product": 54.0}[op]
+    expected = {"sum": 6.0, "max": 3.0}[op]
     assert torch.equal(inputs[1 - without][0].grad, torch.full((2,), expected))
 
 

@@ -465,7 +465,7 @@ def test_on_distinct_cuda_devices_all_tensors_are_copied_and_added_at_once(monke
         return tuple(sum(grads) for grads in zip(*of_devices, strict=True))
 
     module = importlib.import_module("replication.steps.broadcast")
-    monkeypatch.setattr(module, "are_distinct_cuda", lambda devices: True)
+    monkeypatch.setattr(module, "can_coalesce", lambda tensors, devices: True)
     monkeypatch.setattr(module.comm, "broadcast_coalesced", broadcast_coalesced)
     monkeypatch.setattr(module.comm, "reduce_add_coalesced", reduce_add_coalesced)
     net = nn.BatchNorm1d(3)

@@ -65,6 +65,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             output does not have raises a warning.
         sort_and_gather: If True, all outputs, including `Scattered` ones, are in the order of the
             device indices, so with ``device_ids=[1, 0]`` labels must be reordered as well.
+        cpu_keywords: Names of keyword arguments that are split like the batch but not moved.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -82,6 +83,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
     inputs_are_scattered = False
     except_keywords: Collection[str] = ()
     sort_and_gather = False
+    cpu_keywords: Collection[str] = ()
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         inputs_are_scattered: bool = False,
         except_keywords: Collection[str] = (),
         sort_and_gather: bool = False,
+        cpu_keywords: Collection[str] = (),
     ) -> None:
         nn.Module.__init__(self)  # torch's constructor accepts accelerators only
         devices = _devices_to_use(module, device_ids)
@@ -105,6 +108,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self.inputs_are_scattered = inputs_are_scattered
         self.except_keywords = checked_names("except_keywords", except_keywords)
         self.sort_and_gather = sort_and_gather
+        self.cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
         self.device_ids = [_torch_spelling(device) for device in devices]
         if not devices:
             return
@@ -161,7 +165,12 @@ class DataParallel(nn.DataParallel[ModuleT]):
     ) -> Any:
         """Splits the arguments into one part for each replica that has data."""
         return scatter_kwargs(
-            inputs, kwargs, device_ids, self.dim, inputs_are_scattered=self.inputs_are_scattered
+            inputs,
+            kwargs,
+            device_ids,
+            self.dim,
+            inputs_are_scattered=self.inputs_are_scattered,
+            cpu_keywords=self.cpu_keywords,
         )
 
     @with_callbacks

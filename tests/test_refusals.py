@@ -79,7 +79,7 @@ def may_be_accepted(argument: str, value: Any) -> bool:
     "option",
     [
         "module", "device_ids", "output_device", "dim", "gather_to_one_device", "except_keywords",
-        "inputs_are_scattered", "sort_and_gather",
+        "inputs_are_scattered", "sort_and_gather", "cpu_keywords",
     ],
 )  # fmt: skip
 @examples(0.2)

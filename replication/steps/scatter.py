@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from replication._torch import SequenceKey
+from replication._torch import MappingKey, SequenceKey
 from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_devices, to_device
+from replication.errors import checked_names
 from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves
 
 __all__ = ["scatter", "scatter_kwargs"]
@@ -59,11 +60,12 @@ def scatter_kwargs(
     dim: int = 0,
     *,
     inputs_are_scattered: bool = False,
+    cpu_keywords: Collection[str] = (),
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
     """Splits positional and keyword arguments like `scatter`, into equally many parts.
 
-    If ``target_gpus`` is None, there is one part, which is not moved. `DataParallel` explains
-    ``inputs_are_scattered``.
+    If ``target_gpus`` is None, there is one part, which is not moved. `DataParallel` explains the
+    options.
 
     >>> import torch
     >>> from replication import scatter_kwargs
@@ -80,6 +82,7 @@ def scatter_kwargs(
     """
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"inputs must be a tuple of arguments (got {type(inputs).__name__})")
+    cpu_keywords = checked_names("cpu_keywords", cpu_keywords)
     targets: Devices = [None] if target_gpus is None else parse_devices(target_gpus)
     args, named = tuple(inputs), dict(kwargs or {})
     if inputs_are_scattered:
@@ -89,13 +92,17 @@ def scatter_kwargs(
         args = tuple(_as_scattered(f"args[{i}]", x, count) for i, x in enumerate(args))
         named = {name: _as_scattered(name, x, count) for name, x in named.items()}
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
-        args, named = moved((args, named), targets[0])
-        return (args,), (named,)
+        moving = {name: value for name, value in named.items() if name not in cpu_keywords}
+        args, moving = moved((args, moving), targets[0])
+        return (args,), ({**named, **moving},)
     flat, rebuild = flatten((args, named))
     leaves = [Leaf(Path(path[1:]), value) for path, value in flat]
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
         targets = targets[:1]
-    positional, keyword = zip(*map(rebuild, split_leaves(leaves, targets, dim)), strict=True)
+    keys: list[Any] = [MappingKey(name) for name in cpu_keywords]
+    staying = [i for i, leaf in enumerate(leaves) if leaf.path[0] in keys]
+    parts = split_leaves(leaves, targets, dim, staying)
+    positional, keyword = zip(*map(rebuild, parts), strict=True)
     return positional, keyword
 
 
@@ -123,12 +130,21 @@ class Sizes(NamedTuple):
     title: str
 
 
-def split_leaves(leaves: list[Leaf], devices: Devices, dim: int) -> list[list[Any]]:
-    """Returns, for each replica that has data, its part of each leaf, on its device."""
+def split_leaves(
+    leaves: list[Leaf], devices: Devices, dim: int, staying: Collection[int] = ()
+) -> list[list[Any]]:
+    """Returns, for each replica that has data, its part of each leaf, on its device.
+
+    The leaves whose indices are in ``staying`` are split but not moved.
+    """
     if not devices:
         raise ValueError("expected at least one device (got none)")
     count, sizes = _plan(leaves, len(devices), dim)
-    columns = [_split(leaf, sizes, dim, devices[:count], len(devices)) for leaf in leaves]
+    nowhere, used = [None] * count, devices[:count]
+    columns = [
+        _split(leaf, sizes, dim, nowhere if i in staying else used, len(devices))
+        for i, leaf in enumerate(leaves)
+    ]
     return [[column[replica] for column in columns] for replica in range(count)]
 
 

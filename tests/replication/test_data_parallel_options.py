@@ -54,8 +54,8 @@ def test_without_replicas_the_module_gets_the_same_arguments(devices):
     assert kwargs["y"] is y
 
 
-def test_a_tensor_without_the_batch_dimension_is_an_error_that_names_it():
-    model = DataParallel(echo(2).module, ["cpu"] * 2, dim=1)
+def test_a_tensor_that_stays_without_the_batch_dimension_is_an_error_that_names_it():
+    model = DataParallel(echo(2).module, ["cpu"] * 2, dim=1, cpu_keywords=["boxes"])
     with pytest.raises(ValueError, match=r"`boxes` must have a dimension 1.*\(4,\)"):
         model(torch.zeros(5, 4), boxes=torch.zeros(4))
 
@@ -279,9 +279,10 @@ def test_an_output_that_is_an_empty_list_is_no_unknown_name():
 
 
 @pytest.mark.parametrize("names", ["out1", [1], None, 3], ids=str)
-def test_names_are_given_as_a_list(names):
-    with pytest.raises(TypeError, match="except_keywords must be a list of names"):
-        echo(2, except_keywords=names)
+@pytest.mark.parametrize("option", ["except_keywords", "cpu_keywords"])
+def test_names_are_given_as_a_list(option, names):
+    with pytest.raises(TypeError, match=f"{option} must be a list of names"):
+        echo(2, **{option: names})
 
 
 # -- sort_and_gather ---------------------------------------------------------------------------
@@ -305,6 +306,41 @@ def test_all_leaves_have_the_order_of_the_devices(devices, order, sorts):
     assert output["n"] == expected
     assert output["x"][::2].tolist() == output["t"].tolist() == expected
     assert [entry.item() for entry in output["kept"]] == expected
+
+
+# -- cpu_keywords ------------------------------------------------------------------------------
+
+
+def test_cpu_keywords_stay_on_a_single_device_as_well():
+    x, y = torch.zeros(4), {"z": torch.zeros(4)}
+    ((moved,),), (kwargs,) = scatter_kwargs((x,), {"y": y, "x": x}, ["meta"], cpu_keywords=["y"])
+    assert (moved.device.type, kwargs["x"].device.type) == ("meta", "meta")
+    assert list(kwargs) == ["y", "x"]
+    assert kwargs["y"] is y
+
+
+def test_cpu_keywords_are_split_but_not_moved():
+    x, boxes = torch.zeros(4, 2), torch.zeros(4, 4)
+    inputs, kwargs = scatter_kwargs(
+        (x,), {"boxes": boxes, "moved": x}, ["meta"] * 2, cpu_keywords=["boxes", "0"]
+    )
+    assert [args[0].device.type for args in inputs] == ["meta"] * 2  # "0" is no keyword here
+    assert [kw["moved"].device.type for kw in kwargs] == ["meta"] * 2
+    assert [kw["boxes"].device.type for kw in kwargs] == ["cpu"] * 2
+    assert [len(kw["boxes"]) for kw in kwargs] == [2, 2]
+
+
+def test_cpu_keywords_have_the_length_of_the_batch():
+    with pytest.raises(ValueError, match=r"`boxes` has length 7 .*`args\[0\]`\) has length 5"):
+        echo(3, cpu_keywords=["boxes"])(torch.zeros(5), boxes=torch.zeros(7))
+
+
+def test_cpu_keywords_keep_their_gradients():
+    boxes = torch.randn(5, 2, requires_grad=True)
+    weights = torch.randn(5, 2)
+    output = echo(3, cpu_keywords=["boxes"])(torch.zeros(5), boxes=boxes)
+    (output["boxes"] * weights).sum().backward()
+    assert torch.equal(boxes.grad, weights)
 
 
 # -- options together --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -153,6 +154,17 @@ def _options(kind: str) -> Any:
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
+
+
+#: Whether the end of a gloo group may hang: torch 2.4 holds the GIL while it joins the threads of
+#: the group, which need it to drop the tensors of the last collective. 2.5 to 2.8 were not tried.
+ENDS_WITH_GIL = TorchVersion(torch.__version__) < "2.9"
+
+
+def destroy_group(process_group: Any) -> None:
+    if ENDS_WITH_GIL:
+        time.sleep(0.3)  # without the GIL, so that these threads drop their tensors
+    distributed.destroy_process_group(process_group)
 
 
 def timeout_of(process_group: Any) -> timedelta | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from replication._torch import compiled_module, is_dtensor, timeout_of
+from replication._torch import compiled_module, destroy_group, is_dtensor, timeout_of
 from replication.errors import add_note
 from replication.sync.lifecycle import is_recomputation, this_thread
 from replication.tree import flatten, replace_leaves
@@ -274,7 +274,7 @@ def _end(group: Any, net: nn.Module) -> None:
     # torch remembers the groups of DTensors, such as the parameters of `fully_shard`, and uses
     # them again in later steps of the program.
     if not any(map(is_dtensor, net.parameters())):
-        distributed.destroy_process_group(group)
+        destroy_group(group)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication._torch import compiled_module
+from replication._torch import compiled_module, destroy_group
 from replication.agreement import all_or_none, check_equal, check_model, digests_of
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, device_of, parse_devices
@@ -262,7 +262,7 @@ def _compared_by_first(
     """Compares the ranks with one device on rank 0, which runs as if it were the only process."""
     with all_or_none(group) as closing:
         alone = distributed.new_group([0])
-        closing.callback(distributed.destroy_process_group, alone)
+        closing.callback(destroy_group, alone)
         if group.rank == 0:
             with as_world(alone):
                 expected = run_alone(model, step, actual)

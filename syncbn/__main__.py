@@ -33,6 +33,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from replication._torch import destroy_group
 from replication.devices import default_devices
 from replication.errors import table
 from replication.groups.layer import ReplicaAware
@@ -203,7 +204,7 @@ def check_launched_ranks(
         names = ", ".join(map(version_of, dict.fromkeys(backends)))
         status = report(f"{head}Backends: {names}", rows)
     status = max(group.all_gather_object(status))
-    distributed.destroy_process_group()
+    destroy_group(None)
     return status
 
 
@@ -259,7 +260,7 @@ def run_own_rank(rank: int, folder: str, timeout: float, sender: Any) -> None:
     if rank == 0:
         sender.send(rows)
     distributed.barrier()
-    distributed.destroy_process_group()
+    destroy_group(None)
     end(0)
 
 

@@ -19,9 +19,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.torch_version import TorchVersion
 
 from replication import _torch
+from replication._torch import ENDS_WITH_GIL
 from replication.groups import processes
 from syncbn import ranks as road
 from tests.deadlines import DEADLINE, ends
@@ -45,10 +45,6 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
     ]
 )
-
-#: Whether the end of a gloo group may hang: torch 2.4 holds the GIL while it joins the threads of
-#: the group, which need it to drop the tensors of the last collective. 2.5 to 2.8 were not tried.
-_ENDS_WITH_GIL = TorchVersion(torch.__version__) < "2.9"
 
 _destroy = distributed.destroy_process_group
 
@@ -129,7 +125,7 @@ def _run(
     warnings.filterwarnings("ignore", ".torch.cpu.amp.autocast", FutureWarning)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if _ENDS_WITH_GIL:
+    if ENDS_WITH_GIL:
         distributed.destroy_process_group = _destroy_at_rest
     value, error = None, None
     try:

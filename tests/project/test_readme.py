@@ -138,7 +138,7 @@ def alone(rank, program, folder):
     as_launched(rank, 1, free_port())
     os.chdir(folder)
     exec(program, {"__name__": "__main__"})
-    return torch.load("net.pt")
+    return torch.load("net.pt", weights_only=True)
 
 
 #: At the end of the program. A thread of gloo that Python's shutdown meets may abort the process.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, TypeVar
+from weakref import ref
 
 from torch import nn
 
@@ -145,13 +146,15 @@ class PatchHandle:
     """Undoes `patch_replication_callback` by ``remove()``."""
 
     def __init__(self, data_parallel: nn.DataParallel[Any]) -> None:
-        self._data_parallel = data_parallel
+        self._data_parallel = ref(data_parallel)
+        # Identifies this patch, because the object may be patched again later.
+        self._patched = type(data_parallel)
 
     def remove(self) -> None:
         """Removes the callbacks. May be called more than once."""
-        bases = type(self._data_parallel).__bases__
-        if Patched in bases:
-            self._data_parallel.__class__ = bases[-1]
+        data_parallel: Any = self._data_parallel()
+        if type(data_parallel) is self._patched and issubclass(self._patched, Patched):
+            data_parallel.__class__ = self._patched.__bases__[-1]
 
 
 def check_methods(data_parallel: nn.DataParallel[Any]) -> None:

@@ -180,6 +180,8 @@ def test_patches_are_made_and_removed_in_any_order(which):
         assert recorded(model) == []
         assert vars(model) == before
     patch_replication_callback(model)
+    for stale in handles:
+        stale.remove()
     assert recorded(model) == BOTH
 
 

@@ -50,7 +50,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def values_per_channel(x: Tensor) -> int:
-    return x.numel() // x.size(1)
+    return x.numel() // x.size(1) if x.size(1) else 0
 
 
 def reduced_dims(x: Tensor) -> list[int]:

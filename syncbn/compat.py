@@ -59,6 +59,7 @@ _NAMES: dict[str, Any] = {
     "patch_sync_batchnorm": patch_sync_batchnorm,
     "set_sbn_eps_mode": set_sbn_eps_mode,
 }
+_PUBLIC = [name for name in _NAMES if not name.startswith("_")]
 
 
 class _StandIn(ModuleType):
@@ -66,7 +67,7 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        vars(self).update(_NAMES, __path__=[])
+        vars(self).update(_NAMES, __all__=_PUBLIC, __path__=[])
 
 
 def stand_in_for(package: str = "sync_batchnorm") -> None:
@@ -97,18 +98,26 @@ def stand_in_for(package: str = "sync_batchnorm") -> None:
     """
     if not isinstance(package, str) or not all(map(str.isidentifier, package.split("."))):
         raise ValueError(f"package must be the dotted name of a package (got {package!r})")
-    stand_in = _StandIn(package)
-    if not isinstance(sys.modules.get(package, stand_in), _StandIn):
+    if isinstance(sys.modules.get(package), _StandIn):
+        return
+    if package in sys.modules:
         raise RuntimeError(
             f"{package} has been imported already; call stand_in_for({package!r}) before the "
             "first import of it"
         )
-    sys.modules[package] = stand_in
+    stand_in = _StandIn(package)
+    made = {package: stand_in}
     for name in ("batchnorm", "replicate", "comm", "sync_manager"):
-        sys.modules[f"{package}.{name}"] = module = _StandIn(f"{package}.{name}")
+        made[f"{package}.{name}"] = module = _StandIn(f"{package}.{name}")
         setattr(stand_in, name, module)
+    sys.modules.update(made)
     parent, _, name = package.rpartition(".")
     if parent:
         # ``import models.sync_batchnorm`` finds the copy as an attribute of ``models``, which the
         # import would set. Last, because ``models`` may import the copy.
-        setattr(import_module(parent), name, stand_in)
+        try:
+            setattr(import_module(parent), name, stand_in)
+        except BaseException:
+            for module_name in made:  # so that a second call does not take the first for done
+                sys.modules.pop(module_name, None)
+            raise

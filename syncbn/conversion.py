@@ -162,8 +162,9 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         if vars(layer).keys() >= PIPES:
             for name in PIPES:
                 del vars(layer)[name]
-            removed = [layer._buffers.pop(name, None) for name in CORRECTION]
-            return any(buffer is not None for buffer in removed)
+            buffers = layer._buffers
+            vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
+            return any(buffers.get(name) is not None for name in CORRECTION)
         if PLAIN_CLASS_OF.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:

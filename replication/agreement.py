@@ -27,8 +27,10 @@ from replication.recording import Step, plain
 from replication.tree import flatten
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises if `verify` can't copy a model, or its layers would not communicate."""
+def check_model(model: nn.Module, step: Step) -> None:
+    """Raises if `verify` can't copy a model or use the targets, or no layer would communicate."""
+    if step.targets is not None and step.loss is None:
+        raise ValueError("targets are for a loss (got none); pass loss=f, for f(outputs, targets)")
     if any(map(is_dtensor, model.parameters())):
         raise TypeError(
             "expected a model that is not sharded (got parameters that are DTensors); pass it as "

@@ -167,7 +167,7 @@ def verify(
     Raises:
         ValueError: Fewer than two replicas, or not all ranks, have data; the model returns a loss,
             is in evaluation mode, where layers do not communicate, or draws random numbers; ranks
-            pass different models, batches or options.
+            pass different models, batches or options; there are targets, but no loss.
         TypeError: The model is sharded already, instead of by ``wrap``.
         ReplicationError: Another rank raised. The message quotes its error.
         Exception: The model raised. A note says what `verify` was running.
@@ -190,7 +190,7 @@ def verify(
     devices = parse_devices(("cpu", "cpu") if device_ids is None else device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
-    check_model(model)
+    check_model(model, step)
     count = len(scatter(batch, ["cpu"] * len(devices), dim))
     if count < 2:
         raise ValueError("expected at least two replicas with data (got one); pass more samples")
@@ -230,7 +230,7 @@ def _agreed(
     """Compares what the ranks pass. Returns a copy of rank 0's model, and this rank's part."""
     size = group.size
     with all_or_none(group):
-        check_model(model)
+        check_model(model, step)
         net = copied(model, step, group.process_group)
         parts = scatter((step.batch, step.targets), ["cpu"] * size, dim)
         if len(parts) < size:

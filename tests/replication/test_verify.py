@@ -166,8 +166,9 @@ def test_different_calls_and_shapes_are_reported(does, where, reason):
         (lambda: verify(nn.ReLU(), X[:1]), ValueError, "at least two replicas with data"),
         (lambda: verify(LossOfSamples(), (X, X)), ValueError, "return one loss per sample"),
         (lambda: verify(nn.ReLU(), X, wrap=nn.Sequential), ValueError, "run under torchrun"),
+        (lambda: verify(nn.ReLU(), X, targets=X), ValueError, "targets are for a loss"),
     ],
-    ids=["module", "none", "devices", "samples", "loss", "wrap"],
+    ids=["module", "none", "devices", "samples", "loss", "wrap", "targets"],
 )
 def test_what_cannot_be_compared_is_refused(call, error, requirement):
     with pytest.raises(error, match=requirement):

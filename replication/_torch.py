@@ -162,6 +162,7 @@ ENDS_WITH_GIL = TorchVersion(torch.__version__) < "2.9"
 
 
 def destroy_group(process_group: Any) -> None:
+    """Ends a process group whose collectives are done. None ends all groups."""
     if ENDS_WITH_GIL:
         time.sleep(0.3)  # without the GIL, so that these threads drop their tensors
     distributed.destroy_process_group(process_group)

@@ -26,6 +26,7 @@ from syncbn.kinds import (
     DERIVED,
     PIPES,
     PLAIN_CLASS_OF,
+    SYNCHRONIZED,
     Summary,
     counterpart_of,
     reaches_synchronized_forward,
@@ -143,13 +144,17 @@ def convert_model(
 
 def _is_synchronized_by(old: Any, new: Any) -> bool:
     """Whether layers of a class can become layers of another class, which synchronizes them."""
-    if not (isinstance(old, type) and isinstance(new, type) and reaches_synchronized_forward(new)):
+    if not (isinstance(old, type) and isinstance(new, type) and issubclass(new, ReplicaAware)):
         return False
+    if not reaches_synchronized_forward(new):
+        return False
+    if old in SYNCHRONIZED:
+        return issubclass(new, SYNCHRONIZED[old])
     # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before the synchronized.
-    has_another = hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm)
-    if has_another or old in PLAIN_CLASS_OF.values():
+    if hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm):
         return issubclass(new, SynchronizedBatchNorm)
-    return old in new.__mro__[: new.__mro__.index(ReplicaAware)]
+    order: Any = new.__mro__
+    return nn.Module in order and old in order[: order.index(ReplicaAware)]
 
 
 def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:

@@ -91,8 +91,6 @@ FREEZES: dict[str, Callable[[Any], object]] = {
 @setups
 @pytest.mark.parametrize("freeze", FREEZES.values(), ids=FREEZES)
 def test_frozen_parts_stay_and_train_again_after_unfreezing(freeze, n, wrap):
-    """Guarantee 2: evaluation never waits (mmengine#1624, pytorch-deeplab-xception#140)."""
-
     def use(model: nn.Module, batches: Batches) -> list[Tensor]:
         freeze(inner(model))
         optimizer = sgd(model)

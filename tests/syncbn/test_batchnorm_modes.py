@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model
+from tests.layers import WRAPS
 from tests.sharded import randomized
 
 
@@ -29,6 +30,40 @@ def test_a_single_replica_evaluates_alone(track, replica, connected):
     x = torch.randn(4, 3)
     expected = nn.BatchNorm1d(3, track_running_stats=track).eval()(x)
     assert torch.equal(replicas[replica](x), expected)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
+def test_only_layers_in_training_communicate(wrap, frozen):
+    """Guarantee 2: evaluation never waits (mmengine#1624, pytorch-deeplab-xception#140).
+
+    Frozen before the conversion.
+    """
+    layers = [layer for i in range(3) for layer in (nn.Linear(3, 3), nn.BatchNorm1d(3))]
+    net = randomized(nn.Sequential(*layers)).double()
+    for index in frozen:
+        net[index].eval().requires_grad_(False)
+    twin = copy.deepcopy(net)
+    convert_model(net)
+    assert [layer.training for layer in net] == [layer.training for layer in twin]
+    assert [p.requires_grad for p in net.parameters()] == [
+        p.requires_grad for p in twin.parameters()
+    ]
+    run = wrap(net)
+    for samples in (7, 4):
+        x, dy = torch.randn(2, samples, 3, dtype=torch.float64)
+        seen = []
+        for forward, module in ((run, net), (twin, twin)):
+            leaf = x.clone().requires_grad_()
+            y = forward(leaf)
+            y.backward(dy)
+            grads = [p.grad for p in module.parameters()]
+            seen.append([y, leaf.grad, grads, *module.buffers()])
+        torch.testing.assert_close(*seen)
+    net.train()
+    twin.train()
+    x = torch.randn(7, 3, dtype=torch.float64)
+    torch.testing.assert_close(run(x), twin(x))
 
 
 def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():

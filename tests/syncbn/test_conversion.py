@@ -148,6 +148,7 @@ def test_the_class_before_the_first_conversion_comes_back():
         {int: SyncFused},
         {Fused: SynchronizedBatchNorm2d},
         {Fused: type("Swapped", (SynchronizedBatchNorm2d, Fused), {})},
+        {nn.BatchNorm2d: SynchronizedBatchNorm1d},
     ],
     ids=str,
 )

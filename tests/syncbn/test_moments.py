@@ -66,3 +66,11 @@ def test_a_first_value_far_from_the_others_costs_no_digits(first):
     values = channels_of(x)
     torch.testing.assert_close(mean, values.mean(1), rtol=1e-12, atol=1e-5)
     torch.testing.assert_close(var, values.var(1, correction=0), rtol=1e-5, atol=0)
+
+
+def test_large_half_precision_values_do_not_overflow():
+    x = torch.full((1 << 15, 1, 32), 6e4, dtype=torch.float16)
+    x[::2] *= -1
+    mean, var = moments(x)
+    assert abs(mean.item()) < 1e-3
+    assert var.item() == pytest.approx(float(x[0, 0, 0]) ** 2, rel=1e-6)

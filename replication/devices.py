@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from replication._torch import has_kernels
 from replication.errors import check_list, is_int
 
-#: Types of accelerators, for torch before 2.6, which has no `torch.accelerator`.
-_ACCELERATORS = ("cuda", "xpu", "mps")
-
 #: Types of devices that are always there, and have neither indices nor streams.
 _WITHOUT_MODULE = ("cpu", "meta")
 
@@ -28,11 +25,9 @@ DeviceLike = int | str | torch.device
 
 def accelerator() -> str | None:
     """Returns the type of this machine's accelerator, for which indices stand, or None."""
-    kinds: Iterable[str] = _ACCELERATORS
-    if hasattr(torch, "accelerator"):
-        device = torch.accelerator.current_accelerator()
-        kinds = () if device is None else (device.type,)
-    return next(filter(device_count, kinds), None)
+    # Asked first, because torch 2.6 raises an error for the current one where there is none.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.device_count() else None
+    return None if device is None else device.type
 
 
 def device_count(kind: str) -> int:

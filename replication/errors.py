@@ -75,7 +75,7 @@ class ReplicasDiverged(ReplicationError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Like `BaseException.add_note` of Python 3.11, even for an error that is frozen."""
+    """Like `BaseException.add_note`, but once per note, and even for an error that is frozen."""
     notes = vars(error).setdefault("__notes__", [])
     if isinstance(notes, list) and note not in notes:  # one error may be raised again and again
         notes.append(note)

@@ -108,7 +108,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         group_size: int | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        if not bias:  # torch 2.4 has no such argument
+        if not bias:  # torch 2.6 has no such argument
             self.register_parameter("bias", None)
         check_group_size(group_size)
         self.group_size = group_size

@@ -45,7 +45,7 @@ LAYERS = {
 KNOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 knows_hooks = pytest.mark.skipif(
     condition=not KNOWS_HOOKS,
-    reason="torch 2.4 does not say whether a thread has hooks on saved tensors",
+    reason="torch 2.6 does not say whether a thread has hooks on saved tensors",
 )
 
 

@@ -121,8 +121,6 @@ def _run(
     rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     warnings.simplefilter("error")
-    # Of torch 2.4 about itself.
-    warnings.filterwarnings("ignore", ".torch.cpu.amp.autocast", FutureWarning)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if ENDS_WITH_GIL:

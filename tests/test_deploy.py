@@ -39,8 +39,6 @@ def trained(converts: bool = True) -> nn.Sequential:
 
 X = torch.randn(3, 1, 2, 3, 4, generator=torch.Generator().manual_seed(2))
 BATCH_NORM = torch.ops.aten.batch_norm.default
-#: torch 2.4 decomposes as it exports.
-exports_decomposed = torch.__version__ < "2.5"
 INFERENCE = torch.ops.aten._native_batch_norm_legit_no_training.default
 
 
@@ -56,7 +54,7 @@ def exported(net: nn.Module) -> torch.export.ExportedProgram:
 def test_export_has_the_operations_of_a_plain_network():
     ours, plain = exported(trained()), exported(trained(converts=False))
     assert operations(ours) == operations(plain)
-    assert operations(ours)[BATCH_NORM] == (0 if exports_decomposed else 3)
+    assert operations(ours)[BATCH_NORM] == 3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         decomposed = ours.run_decompositions()

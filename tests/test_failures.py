@@ -50,8 +50,7 @@ class NeedsTwo(Exception):
 
 
 def out_of_memory() -> BaseException:
-    kind = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # before torch 2.5
-    return kind("tried to allocate too much")
+    return torch.OutOfMemoryError("tried to allocate too much")
 
 
 ERRORS: dict[str, Callable[[], BaseException]] = {

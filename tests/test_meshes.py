@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.ranks import needs_gloo, run_ranks
-
-try:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import Replicate, Shard, distribute_tensor
 
 pytestmark = needs_gloo
 
@@ -31,7 +25,6 @@ def network() -> nn.Sequential:
 
 
 def with_meshes(rank: int) -> dict[str, Tensor]:
-    warnings.filterwarnings("ignore", "DTensor random operators")  # of torch 2.4
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     parallel = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     rows = X.split(2)[rank]

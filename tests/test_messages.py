@@ -56,8 +56,6 @@ def told_of(mistake: Callable[[], Any]) -> str:
         warnings.simplefilter("always")
         error = outcome_of(mistake).error
     lines = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
-    # Of torch 2.4 about itself.
-    lines = [line for line in lines if "torch.cpu.amp.autocast" not in line]
     if error is not None:
         lines += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
     # If both of two replicas fail, either may be the first.

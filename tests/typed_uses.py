@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from typing_extensions import assert_type
 
 import replication
 import syncbn

@@ -137,7 +137,7 @@ class ReplicaAware(_Base):
         self._process_group = None if group is None else ProcessGroupHandle(group)
 
     def _is_in_replica(self) -> bool:
-        # By `getattr`: releases of torch up to 2.4 cannot compile `vars` of a module.
+        # By `getattr`: torch 2.6 cannot compile `vars` of a module.
         return getattr(self, IS_REPLICA, False) or this_thread.current is not None
 
     def _warn_if_isolated(self) -> bool:

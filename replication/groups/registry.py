@@ -67,7 +67,7 @@ def has_other_processes(process_group: Any = None) -> bool:
     if process_group is not None:
         return not is_usable(process_group) or distributed.get_world_size(process_group) > 1
     everyone = world()
-    # Where torch 2.4 compiles this, even None is not None.
+    # Where torch 2.6 compiles this, even None is not None.
     return everyone is not None and distributed.is_initialized() and everyone.size() > 1
 
 

@@ -191,8 +191,7 @@ def test_shells_are_those_that_torch_makes():
     theirs = vars(module._replicate_for_data_parallel())
     assert own.keys() == theirs.keys()
     for name, value in theirs.items():
-        # torch 2.4 has an OrderedDict for a dict.
-        assert type(own[name]) is type(value) or isinstance(value, dict)
+        assert type(own[name]) is type(value)
         assert own[name] is value or (own[name] == value and isinstance(own[name], (dict, int)))
 
 

@@ -25,15 +25,13 @@ from torch.nn.parallel import scatter_gather
 import replication
 import syncbn
 
-#: In torch 2.4, each tried there; what is used where it is there only, behind a question, is not.
+#: In torch 2.6, each tried there; what is used where it is there only, behind a question, is not.
 NAMES = (Path(__file__).parent.parent / "torch_names.txt").read_text().split()
 
 #: In newer ones, or older ones, and asked for.
 ASKED_FOR = {
     "torch.utils._pytree.tree_is_leaf",
     "torch.utils._pytree._is_leaf",
-    "torch.accelerator",
-    "torch.accelerator.current_accelerator",
 }
 
 SOURCES = [

@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import ReplicaAware
 from syncbn import DataParallel, convert_model, verify
 from tests.layers import outcome_of
 from tests.ranks import needs_gloo, run_ranks
-
-try:
-    from torch.distributed.fsdp import fully_shard
-except ImportError:  # torch 2.4
-    pytest.skip("this torch has no FSDP2 under its public name", allow_module_level=True)
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
@@ -25,11 +26,6 @@ from syncbn.statistics import Epsilon
 from syncbn.textbook import batch_norm
 from tests.layers import Recomputed
 from tests.ranks import needs_gloo, run_ranks
-
-try:
-    from torch.distributed.fsdp import fully_shard
-except ImportError:  # torch 2.4
-    fully_shard = None
 
 one_graph = pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="this torch breaks the graph")
 needs_cpp_compiler = pytest.mark.skipif(

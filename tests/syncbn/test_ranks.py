@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import fused
@@ -23,11 +24,6 @@ from tests import oracle
 from tests.layers import Recomputed, Stop, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
-
-try:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-except ImportError:  # torch 2.4
-    fully_shard = None
 
 pytestmark = needs_gloo
 
@@ -409,9 +405,10 @@ def test_layers_with_a_separate_group_train_beside_unused_parameters():
 def traced_and_exported(rank: int) -> list[str]:
     warnings.simplefilter("ignore")  # torch announces that tracing is deprecated
     net, x = convert_model(nn.Sequential(nn.BatchNorm1d(2))), torch.randn(3, 2)
-    errors = [outcome_of(lambda: torch.jit.trace(net, x)).error]
-    if torch.__version__ >= "2.5":  # torch 2.4 raises an error of its own, before the call as well
-        errors.append(outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error)
+    errors = [
+        outcome_of(lambda: torch.jit.trace(net, x)).error,
+        outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error,
+    ]
     net(x)  # which the other rank answers
     return list(map(str, errors))
 
@@ -655,7 +652,6 @@ def test_training_under_ddp_equals_training_in_one_process(accumulate, reentrant
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(fully_shard is None, reason="this torch has no FSDP2 under its public name")
 def test_training_under_fsdp2_equals_training_in_one_process():
     expected = train(network(), slice(0, 7), None, 1)
     for full, again, kinds in run_ranks(2, sharded):
@@ -681,7 +677,6 @@ def in_half_precision(rank: int, group_size: int | None) -> list[Tensor]:
     return [y.detach(), x.grad, *grads, *buffers, net.eval()(x).detach()]
 
 
-@pytest.mark.skipif(fully_shard is None, reason="this torch has no FSDP2 under its public name")
 @pytest.mark.parametrize("group_size", [None, 1], ids=["together", "alone"])
 def test_parameters_in_half_precision_beside_buffers_of_float32(group_size):
     """torch's own layers refuse them."""

@@ -17,7 +17,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from replication import DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
@@ -28,13 +33,6 @@ from tests.layers import freed
 from tests.sharded import Sharded, randomized, run_sharded
 
 pytestmark = pytest.mark.accelerator
-
-try:
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-except ImportError:
-    has_selective_checkpoints = False  # torch 2.4
-else:
-    has_selective_checkpoints = True
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -131,9 +129,7 @@ PLACES = [
     "without_early_stop",
     "nested",
 ]
-SELECTIVE_PLACES = (
-    ["saving_everything", "saving_some_operations"] if has_selective_checkpoints else []
-)
+SELECTIVE_PLACES = ["saving_everything", "saving_some_operations"]
 
 
 def step(model: Forward, net: nn.Module, order: str = "first") -> list[Tensor]:

@@ -1,0 +1,1 @@
+"""torch's CUDA build on a simulated CUDA runtime, for machines without a GPU: see README.md."""

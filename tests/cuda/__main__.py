@@ -1,0 +1,120 @@
+"""Runs the tests and checks as on a machine with GPUs, on the simulated CUDA runtime.
+
+Without names of parts, all of them run. A part that fails shows its output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.cuda import environment
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Part(NamedTuple):
+    """A command of the simulation's Python."""
+
+    devices: int
+    arguments: str
+    is_lazy: bool = False
+
+
+RANKS = "-m torch.distributed.run --standalone --nproc-per-node=2 -m syncbn"
+SUITE = "-m pytest -q -p no:cacheprovider"
+
+PARTS = {
+    "self-check": Part(2, "-m syncbn"),
+    "self-check-4": Part(4, "-m syncbn"),
+    "nccl": Part(2, RANKS),
+    "gloo": Part(1, RANKS),
+    "matrix": Part(2, f"{SUITE} tests/cuda"),
+    "matrix-4": Part(4, f"{SUITE} tests/cuda"),
+    "matrix-lazy": Part(2, f"{SUITE} tests/cuda", is_lazy=True),
+    "suite": Part(2, f"{SUITE} --ignore=tests/cuda"),
+    "suite-4": Part(4, f"{SUITE} --ignore=tests/cuda -m accelerator"),
+    "suite-lazy": Part(2, f"{SUITE} --ignore=tests/cuda -m accelerator", is_lazy=True),
+    "gpu": Part(4, f"{SUITE} -m gpu tests"),
+    "benchmarks": Part(2, "-m benchmarks.gpu"),
+}
+
+#: Seconds after which a part has hung.
+LIMIT = 1200
+
+
+def variables(part: Part) -> dict[str, str]:
+    """Returns what the environment of a part has beside this one's."""
+    return {
+        "SIMULATED_GPUS": str(part.devices),
+        "SIMULATED_LAZY": str(int(part.is_lazy)),
+        "PYTHONPATH": str(ROOT),
+        # torch warns where NumPy is not installed.
+        "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",
+    }
+
+
+def run(python: Path, part: Part, *more: str) -> tuple[int, str]:
+    """Returns the exit status and the output of a part."""
+    process = subprocess.Popen(
+        [str(python), *part.arguments.split(), *more],
+        cwd=ROOT,
+        env={**os.environ, **variables(part)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return 1, process.communicate()[0] + f"\nno end within {LIMIT} s"
+    return process.returncode, output
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
+    parser.add_argument(
+        "--required", action="store_true", help="fail where the simulation cannot be built"
+    )
+    parser.add_argument(
+        "--python", action="store_true", help="build the simulation and print its Python"
+    )
+    given = parser.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    begin = time.monotonic()
+    try:
+        python = environment.python()
+    except environment.Unavailable as reason:
+        print(f"simulated CUDA skipped: {reason}")
+        return int(given.required)
+    if given.python:
+        print(python)
+        return 0
+    print(f"built in {time.monotonic() - begin:.0f} s: {python}", flush=True)
+    failed = []
+    for name in given.parts or PARTS:
+        begin = time.monotonic()
+        status, output = run(python, PARTS[name])
+        lines = output.strip().splitlines() or [""]
+        if status:
+            failed.append(name)
+            print(output)
+        verdict = "FAILED" if status else "passed"
+        print(f"{name}: {verdict} in {time.monotonic() - begin:.0f} s: {lines[-1]}", flush=True)
+    passed = len(given.parts or PARTS) - len(failed)
+    print(f"simulated CUDA: {passed} passed, {len(failed)} failed {' '.join(failed)}".rstrip())
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,6 +24,7 @@ from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter, scatter_kwargs
 from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
+from replication.verify import Difference, Verification, verify, verify_ranks
 from replication.version import __version__ as __version__
 from replication.warning import UnsynchronizedWarning
 
@@ -32,6 +33,7 @@ __all__ = [
     "DataParallel",
     "DataParallelCriterion",
     "DataParallelWithCallback",
+    "Difference",
     "FutureResult",
     "Group",
     "JoinableStep",
@@ -47,6 +49,7 @@ __all__ = [
     "SoloGroup",
     "SyncMaster",
     "UnsynchronizedWarning",
+    "Verification",
     "data_parallel",
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
@@ -56,4 +59,6 @@ __all__ = [
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "verify",
+    "verify_ranks",
 ]

@@ -1,7 +1,7 @@
 """Batch normalization over the whole batch of all replicas, with the results of one device."""
 
 from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
-from replication.verify import Difference, Verification, verify
+from replication.verify import Difference, Verification, verify, verify_ranks
 from replication.version import __version__ as __version__
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
@@ -32,4 +32,5 @@ __all__ = [
     "stand_in_for",
     "summary",
     "verify",
+    "verify_ranks",
 ]

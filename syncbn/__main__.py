@@ -20,13 +20,11 @@ import io
 import os
 import platform
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from datetime import timedelta
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -39,6 +37,8 @@ from replication.errors import table
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
 from replication.verify import verify
+from replication.verify.ranks import in_ranks, join_launched
+from replication.verify.supervision import end
 from replication.version import __version__
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 from syncbn.channels import has_float64
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 2 <= options.replicas <= 1024:  # each is a thread
         parser.error(f"--replicas must be from 2 to 1024 (got {options.replicas})")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return check_launched_ranks(environment, accelerators, options.timeout)
+        return check_launched_ranks(environment, options.timeout)
     print(environment)
     rows = check_replicas(accelerators, options.replicas)
     rows += check_own_ranks(options.timeout)
@@ -178,22 +178,8 @@ def compared(
 # -- ranks of torchrun ---------------------------------------------------------------------------
 
 
-def check_launched_ranks(
-    environment: str, accelerators: list[torch.device], timeout: float
-) -> int:
-    devices, backends = [_CPU], ["gloo"]
-    if accelerators:
-        device = accelerators[int(os.environ.get("LOCAL_RANK", "0")) % len(accelerators)]
-        torch.get_device_module(device).set_device(device)
-        backend = distributed.Backend.default_device_backend_map.get(device.type, "gloo")
-        # NCCL refuses ranks that share a GPU, and is not part of torch for Windows.
-        is_shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > len(accelerators)
-        usable = distributed.is_backend_available(backend) and not is_shared
-        devices.append(device)
-        backends.append(backend if usable else "gloo")
-    each = [f"{device.type}:{backend}" for device, backend in zip(devices, backends, strict=True)]
-    backend = ",".join(each) if len({*backends}) > 1 else "gloo"
-    distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+def check_launched_ranks(environment: str, timeout: float) -> int:
+    devices, backends = join_launched(timeout)
     group = ProcessGroup(name="python -m syncbn")
     owned = group.all_gather_object(", ".join(map(described, devices[1:] or devices)))
     with printing_of_first():
@@ -229,49 +215,18 @@ def check_own_ranks(timeout: float) -> list[Row]:
         print("\nNo ranks were checked: this torch has no gloo.")
         return []
     sys.stdout.flush()  # before the ranks print
-    with tempfile.TemporaryDirectory() as folder:
-        # By the name under which new processes find it: their `__main__` is another.
-        run = import_module("syncbn.__main__").run_own_rank
-        receiver, sender = torch.multiprocessing.Pipe(duplex=False)
-        context = torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
-            run, (folder, timeout, sender), nprocs=2, join=False
-        )
-        try:
-            # Each call waits for one of them.
-            if not (context.join(timeout) or context.join(timeout)):
-                raise TimeoutError(f"two ranks have not ended after {timeout:g} seconds")
-            return receiver.recv()  # type: ignore[no-any-return]
-        except Exception as error:
-            print(f"\n2 ranks on cpu (gloo): {error}")
-            return [("FAIL", "2 ranks on cpu (gloo)", type(error).__name__)]
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
+    # By the name under which new processes find it: their `__main__` is another.
+    run = import_module("syncbn.__main__").run_own_rank
+    try:
+        return in_ranks(2, run, timeout=timeout)  # type: ignore[no-any-return]
+    except Exception as error:
+        print(f"\n2 ranks on cpu (gloo): {error}")
+        return [("FAIL", "2 ranks on cpu (gloo)", type(error).__name__)]
 
 
-def run_own_rank(rank: int, folder: str, timeout: float, sender: Any) -> None:
-    store = distributed.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
-    distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=timeout)
-    )
+def run_own_rank() -> list[Row]:
     with printing_of_first():
-        rows = check_ranks([_CPU], ["gloo"])
-    if rank == 0:
-        sender.send(rows)
-    distributed.barrier()
-    destroy_group(None)
-    end(0)
-
-
-def end(status: int) -> NoReturn:
-    """Ends this process, which may have been a rank."""
-    # DistributedDataParallel keeps the threads of its group alive. If gloo's thread frees the
-    # tensors of the last collective while Python finalizes, it aborts the process
-    # (pytorch/pytorch#179291). So Python does not finalize.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        return check_ranks([_CPU], ["gloo"])
 
 
 def described(device: torch.device) -> str:

@@ -38,8 +38,6 @@ ORDER = [
     ["callbacks", "join"],
     ["data_parallel"],
     ["criterion"],
-    ["recording"],
-    ["agreement"],
     ["verify"],
 ]
 

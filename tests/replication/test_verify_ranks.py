@@ -278,6 +278,7 @@ ON_ALL = {
     "one sample": "ValueError: the batch must have a part for each of 2 ranks (got 1",
     "dropout": "ValueError: the model must not draw random numbers",
     "sharded": "TypeError: expected a model that is not sharded",
+    "alone": "OSError: no such file",
     "loss": "RuntimeError: grad can be implicitly created only for scalar outputs",
 }
 #: What one rank raises, and the others quote.
@@ -285,7 +286,6 @@ ON_ONE = {
     "other modes": (1, "ValueError: the model must be in training mode"),
     "forward": (1, "OSError: no such file"),
     "backward": (1, "OSError: no such file"),
-    "alone": (0, "OSError: no such file"),
 }
 
 

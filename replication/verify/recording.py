@@ -21,7 +21,15 @@ from replication.tree import flatten, replace_leaves
 #: The kinds of quantities, in the order in which they are computed. If the output of a layer
 #: differs, the output of the model differs as well if it matters.
 LAYERS, OUTPUTS, GRADIENTS, BUFFERS = "outputs of layers", "outputs", "gradients", "buffers"
-KINDS = LAYERS, OUTPUTS, GRADIENTS, BUFFERS
+#: Which layers draw random numbers. There is one if anything does.
+DRAWS = "random numbers"
+#: Not compared, because a rank's may be its share, its mean, or the loss of the whole batch.
+LOSSES = "losses"
+
+
+def of_term(name: str) -> str:
+    """The kind of the gradients of one term of a loss."""
+    return f"{GRADIENTS} of term `{name}`"
 
 
 class Quantity(NamedTuple):
@@ -40,21 +48,28 @@ Parts = dict[int, Tensor]
 Quantities = dict[Quantity, Parts]
 #: What a model is wrapped in before it runs.
 Wrap = Callable[[nn.Module], Callable[..., Any]]
+#: A function of outputs, and of targets if there are any. It returns a scalar, or named scalars.
+Loss = Callable[..., Tensor | Mapping[str, Tensor]]
+#: Makes the model and the loss again, if they depend on the number of ranks.
+Make = Callable[[], tuple[nn.Module, Loss | None]]
 
 
 class Step(NamedTuple):
     """What a training step computes with.
 
     With a loss, backward begins with ``loss(outputs, targets)``, or ``loss(outputs)`` if there are
-    no targets. Without one, it begins with random upstream gradients.
+    no targets. If that has named terms, backward begins with their sum, and another step with each
+    of them. Without a loss, it begins with random upstream gradients.
     """
 
     batch: Any
     targets: Any
-    loss: Callable[..., Tensor] | None
+    loss: Loss | None
     dtype: torch.dtype
     device: torch.device
     wrap: Wrap | None
+    #: The rank whose loss alone counts, if it is one.
+    only: int | None = None
 
 
 @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
@@ -76,53 +91,87 @@ def record(
             are multiplied by it. Gradients of inputs, which no wrapper sees, are divided by it.
         ranks: What the ranks have computed, if one device gets the same upstream gradients.
     """
-    random_numbers = _random_numbers(step.device)
+    state, drawing = _random_numbers(step.device), list[str]()
+    again = copy.deepcopy(net) if step.loss else net  # as it is before it is wrapped and trained
     try:
-        quantities = _train(net, step, rank, divisor, ranks or {})
+        # One device and rank 0 draw the same numbers, and other ranks other ones: what all ranks
+        # take from rank 0 is equal, and what each draws for itself is not.
+        torch.manual_seed(rank)
+        seeded = _random_numbers(step.device)
+        quantities, terms = _train(net, step, rank, divisor, ranks or {}, drawing)
+        if _differ(seeded, _random_numbers(step.device)):
+            quantities[Quantity(DRAWS, drawing[0] if drawing else "a model or a loss")] = {}
+        for term in terms:
+            torch.manual_seed(rank)
+            quantities |= _train(copy.deepcopy(again), step, rank, divisor, {}, drawing, term)[0]
     except Exception as error:
         add_note(error, f"while verify ran a copy of the model, cast to {step.dtype}, on {on}")
         raise
-    if not all(map(torch.equal, random_numbers, _random_numbers(step.device))):
-        raise ValueError(
-            "the model must not draw random numbers, which differ in each run (got one that "
-            "does); call eval() on its dropout layers"
-        )
+    finally:
+        _set_random_numbers(step.device, state)
     return quantities
 
 
-def _train(net: nn.Module, step: Step, rank: int, divisor: int, ranks: Quantities) -> Quantities:
-    quantities: Quantities = {}
+def _train(
+    net: nn.Module,
+    step: Step,
+    rank: int,
+    divisor: int,
+    ranks: Quantities,
+    drawing: list[str],
+    term: str | None = None,
+) -> tuple[Quantities, list[str]]:
+    """Runs a step with the whole loss, or one of its terms. Returns the names of its terms."""
+    quantities, terms = Quantities(), list[str]()
 
     def add(kind: str, where: str, tensor: Tensor, of_parameter: bool = False) -> None:
         quantities[Quantity(kind, where, of_parameter)] = {rank: plain(tensor)}
 
-    _record_layers(net, quantities, rank)
+    loss = copied(step.loss, step) if isinstance(step.loss, nn.Module) else step.loss
+    parts = {"": net} | ({"the loss's ": loss} if isinstance(loss, nn.Module) else {})
+    if term is None:
+        _record_layers(net, quantities, rank, drawing, step.device)
     runner = net if step.wrap is None else step.wrap(net)
     args, kwargs, inputs = _arguments(step)
     result = runner(*args, **kwargs)
     trained, upstream = [], []
-    for path, y in _tensors(result).items():
+    for path, y in _tensors(result).items() if term is None else ():
         where = f"output of `{path}`" if path else "output of the model"
         add(OUTPUTS, where, y)
         if step.loss is None and y.requires_grad:
             trained.append(y)
             upstream.append(divisor * _upstream_of(y, rank, ranks.get(Quantity(OUTPUTS, where))))
+    if loss is not None:
+        targets = replace_leaves(partial(_moved, step=step), step.targets)
+        value: Any = loss(result) if targets is None else loss(result, targets)
+        if isinstance(value, Mapping):
+            terms, of_terms = [*value], value
+            value = sum(of_terms.values(), torch.zeros((), device=step.device))
+            if term is not None:
+                # Each backward has the same parameters and collectives: DDP does not average a
+                # gradient while it waits for another one of its bucket.
+                value = of_terms[term] + 0.0 * value
+        add(LOSSES, "loss" if term is None else f"term `{term}`", value)
+        if step.only not in (None, rank):
+            value = 0.0 * value
     # Before the backward: a recomputation updates the buffers of torch's layers once more.
-    for name, buffer in net.named_buffers():
-        add(BUFFERS, f"buffer of `{name}`", buffer)
-    if step.loss is None:
+    for owner, module in parts.items() if term is None else ():
+        for name, buffer in module.named_buffers():
+            add(BUFFERS, f"buffer of {owner}`{name}`", buffer)
+    if loss is None:
         torch.autograd.backward(trained, upstream)
     else:
-        targets = replace_leaves(partial(_moved, step=step), step.targets)
-        loss = step.loss(result) if targets is None else step.loss(result, targets)
-        loss.backward()
+        value.backward()
+    kind, by = (GRADIENTS, "") if term is None else (of_term(term), f" by term `{term}`")
     for path, x in inputs.items():
         if x.grad is not None:
-            add(GRADIENTS, f"gradient of input `{path}`", x.grad / divisor)
-    for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            add(GRADIENTS, f"gradient of `{name}`", parameter.grad, of_parameter=True)
-    return quantities
+            add(kind, f"gradient of input `{path}`{by}", x.grad / divisor)
+    for owner, module in parts.items():
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                where = f"gradient of {owner}`{name}`{by}"
+                add(kind, where, parameter.grad, of_parameter=True)
+    return quantities, terms
 
 
 def _upstream_of(output: Tensor, rank: int, parts: Parts | None) -> Tensor:
@@ -142,13 +191,18 @@ def _drawn(like: Tensor, seed: int) -> Tensor:
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device="cpu")
 
 
-def _record_layers(net: nn.Module, quantities: Quantities, rank: int) -> None:
-    """Lets hooks record the outputs of each call of a layer."""
+def _record_layers(
+    net: nn.Module, quantities: Quantities, rank: int, drawing: list[str], device: torch.device
+) -> None:
+    """Lets hooks record the outputs of each call of a layer, and which layers draw numbers."""
     calls: Counter[tuple[str, int]] = Counter()
+    numbers = _random_numbers(device)
 
     def record_call(path: str, kind: str, layer: nn.Module, args: Any, output: Any) -> None:
         if is_recomputation():
             return
+        if not drawing and _differ(numbers, _random_numbers(device)):
+            drawing.append(f"`{path}` ({kind})")
         replica = this_thread.current
         index = rank if replica is None else replica.replica
         calls[path, index] += 1
@@ -242,12 +296,47 @@ def _random_numbers(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([of_device(device)] if of_device else [])]
 
 
+def _set_random_numbers(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1])
+
+
+def check_draws(*runs: Quantities) -> None:
+    """Raises ValueError if a run has drawn random numbers."""
+    if drawing := [key.where for run in runs for key in run if key.kind == DRAWS]:
+        raise ValueError(
+            f"the model must not draw random numbers, which differ in each run (got {drawing[0]} "
+            "that does); call eval() on its dropout layers"
+        )
+
+
+def _differ(numbers: list[Tensor], others: list[Tensor]) -> bool:
+    return not all(map(torch.equal, numbers, others))
+
+
 # -- runs ----------------------------------------------------------------------------------------
 
 
-def run_alone(model: nn.Module, step: Step, ranks: Quantities | None = None) -> Quantities:
+def run_alone(
+    model: nn.Module, step: Step, ranks: Quantities | None = None, make: Make | None = None
+) -> Quantities:
+    """Runs the whole batch alone: a copy of the model, or what a program of one process makes."""
+    if make is not None:
+        own, loss = make()
+        for new, old in ((own, model), (loss, step.loss)):
+            if isinstance(new, nn.Module) and isinstance(old, nn.Module):
+                _take_tensors(new, old)
+        model, step = own, step._replace(loss=loss)
     step = step._replace(wrap=None)
     return record(copied(model, step), step, "one device", ranks=ranks)
+
+
+def _take_tensors(new: nn.Module, old: nn.Module) -> None:
+    """Gives a module the values of another one, also of buffers that its state dict leaves out."""
+    values = {**dict(old.named_parameters()), **dict(old.named_buffers())}
+    for name, tensor in (*new.named_parameters(), *new.named_buffers()):
+        tensor.data = values[name].detach().clone()
 
 
 def run_rank(net: nn.Module, step: Step, closing: ExitStack) -> Quantities:

@@ -23,8 +23,8 @@ from replication._torch import is_dtensor
 from replication.errors import ReplicationError, describe_error, listed
 from replication.groups.processes import ProcessGroup
 from replication.modules import check_initialized
-from replication.recording import Step, plain
 from replication.tree import flatten
+from replication.verify.recording import Step, plain
 
 
 def check_model(model: nn.Module, step: Step) -> None:
@@ -100,3 +100,9 @@ def check_equal(digests: Sequence[dict[str, str]]) -> None:
                 f"every rank must pass the same {name} (got another on {listed(others, 'rank')} "
                 "than on rank 0); verify splits the whole batch, and takes rank 0's parameters"
             )
+
+
+def sums_of(module: nn.Module) -> dict[str, str]:
+    """Tells tensors of a module apart, by name."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: str(plain(tensor).double().sum().item()) for name, tensor in tensors}

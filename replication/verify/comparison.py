@@ -1,0 +1,254 @@
+"""`verify`, which compares a model on replicas, or on ranks, with the same model on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from replication._torch import compiled_module, destroy_group
+from replication.data_parallel import DataParallel
+from replication.devices import DeviceLike, device_of, parse_devices
+from replication.errors import check_module, first_of
+from replication.groups.processes import ProcessGroup
+from replication.groups.registry import has_other_processes
+from replication.steps.scatter import scatter
+from replication.verify.agreement import all_or_none, check_equal, check_model, digests_of, sums_of
+from replication.verify.explanation import explained, sampled
+from replication.verify.recording import (
+    Loss,
+    Make,
+    Quantities,
+    Step,
+    Wrap,
+    as_world,
+    check_draws,
+    copied,
+    record,
+    run_alone,
+    run_rank,
+)
+from replication.verify.results import Verification, compared
+from replication.warning import once_for
+
+__all__ = ["verify"]
+
+#: Up to as many ranks, the gradients of the loss of each are computed to explain a difference.
+_FEW = 8
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    *,
+    wrap: Wrap | None = None,
+    loss: Loss | None = None,
+    targets: Any = None,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float | None = None,
+) -> Verification:
+    """Compares copies of a model with the same model on one device that sees the whole batch.
+
+    The copies are replicas in this process. If `torch.distributed` runs several processes, they
+    are its ranks, and each must call this function with the same model and the whole batch.
+    Copies run forward and backward, with random upstream gradients or with ``loss``. The model
+    itself does not change, and nothing is converted, so that layers without synchronization are
+    found.
+
+    Between ranks, the batch is split like in `DataParallel`, one part for each rank. A rank's copy
+    has the parameters of rank 0, and runs where its own model is. Outputs are joined,
+    gradients of parameters are added over the ranks, and buffers must be right on each of them.
+    Rank 0 also runs the whole batch alone, as if `torch.distributed` did not run. Every rank gets
+    the same result, and if a rank raises, all do.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from syncbn import verify
+    >>> net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    >>> print(verify(net, torch.randn(8, 3)).first_difference.where)
+    output of `1` (BatchNorm1d)
+
+    Args:
+        model: The model, in training mode, except layers that draw random numbers, which must be
+            in evaluation mode. Without ``loss`` its outputs have a batch dimension, so that it may
+            return one loss per sample, but no mean. Layers that reorder the samples of a batch
+            differ. `DataParallel`, whose ``dim`` is used, and `DistributedDataParallel` are
+            unwrapped.
+        batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
+        device_ids: The devices of the replicas. The first also runs the model alone. By
+            default the ranks are compared, or two replicas on the CPU if there is one process.
+        wrap: Wraps the copy of a rank, for example `DistributedDataParallel`, or a function that
+            calls `fully_shard`. Gradients of parameters are then what the wrapper makes of them.
+            It should average them over the ranks, so backward begins with as many times the
+            random upstream gradients as there are ranks.
+        loss: ``loss(outputs)``, or ``loss(outputs, targets)`` if there are any, returns a scalar
+            tensor, or a mapping of named ones (*terms*), whose gradients are compared together and
+            one by one. Each rank calls it with its outputs and its part of the targets. Replicas
+            call it once, with the joined outputs. A module's own parameters and buffers are
+            compared as well, with those of this rank: no wrapper sees them.
+        targets: Tensors that are split like the batch, in any nesting of containers.
+        dtype: The dtype of all computations. In float64 hardly any rounding is left. Models that
+            cast internally may need float32.
+        tolerance: The largest error that counts as rounding, relative to the largest value of a
+            tensor. The default is 1e-6 in float64 and 1e-3 in other dtypes.
+
+    Raises:
+        ValueError: Fewer than two replicas, or not all ranks, have data; the model returns a loss,
+            is in evaluation mode, where layers do not communicate, or draws random numbers; ranks
+            pass different models, batches or options; there are targets, but no loss.
+        TypeError: The model is sharded already, instead of by ``wrap``.
+        ReplicationError: Another rank raised. The message quotes its error.
+        Exception: The model raised. A note says what `verify` was running.
+    """
+    return verify_made(None, model, batch, device_ids, wrap, loss, targets, dtype, tolerance)
+
+
+def verify_made(
+    make: Make | None,
+    model: nn.Module,
+    batch: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    wrap: Wrap | None = None,
+    loss: Loss | None = None,
+    targets: Any = None,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float | None = None,
+) -> Verification:
+    """Like `verify`. One device runs what ``make`` returns, if it is given."""
+    check_module(model)
+    dim, model = 0, compiled_module(model)
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        # torch's DataParallel sets `dim` only on machines with an accelerator.
+        dim, model = getattr(model, "dim", 0), compiled_module(model.module)
+    if tolerance is None:
+        tolerance = 1e-6 if dtype is torch.float64 else 1e-3
+    step = Step(batch, targets, loss, dtype, device_of(model) or torch.device("cpu"), wrap)
+    if device_ids is None and has_other_processes():
+        return _verify_ranks(model, step, dim, tolerance, make)
+    if wrap is not None:
+        raise ValueError(
+            "wrap is for the ranks of torch.distributed (got one process, or device_ids); run "
+            "under torchrun, call init_process_group first, and leave device_ids out"
+        )
+    devices = parse_devices(("cpu", "cpu") if device_ids is None else device_ids)
+    if len(devices) < 2:
+        raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
+    check_model(model, step)
+    count = len(scatter(batch, ["cpu"] * len(devices), dim))
+    if count < 2:
+        raise ValueError("expected at least two replicas with data (got one); pass more samples")
+
+    def replicated(net: nn.Module) -> nn.Module:
+        runner = DataParallel(net, devices, dim=dim)
+        once_for(runner)  # the result names plain batch norm, no warning does
+        return runner
+
+    step = step._replace(device=devices[0], wrap=replicated)
+    with as_world(None):
+        expected = run_alone(model, step)
+        actual = record(copied(model, step), step, f"{len(devices)} replicas")
+    check_draws(actual, expected)
+    return compared(Verification({}, tolerance, count), actual, expected)
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def _verify_ranks(
+    model: nn.Module, step: Step, dim: int, tolerance: float, make: Make | None
+) -> Verification:
+    """Compares the ranks, in stages. If a rank raises in one of them, all ranks do."""
+    group = ProcessGroup(name="verify")
+    net, shard, notes = _agreed(group, model, step, dim, tolerance)
+    actual = _of_ranks(group, copy.deepcopy(net), shard)
+    if step.wrap is None:
+        actual = actual | {
+            quantity: {0: torch.stack(list(parts.values())).sum(0)}
+            for quantity, parts in actual.items()
+            if quantity.of_parameter
+        }
+    result, expected = Verification({}, tolerance, group.size, "ranks", notes=notes), Quantities()
+    with all_or_none(group) as closing:
+        # Each rank, as if it were the only process: if one alone made process groups, the names
+        # that torch gives to later ones would not match.
+        alone = distributed.new_group([group.rank], use_local_synchronization=True)
+        closing.callback(destroy_group, alone)
+        with as_world(alone):
+            expected = run_alone(model, step, actual, make)
+        if group.rank == 0:
+            result = compared(result, actual, expected)
+    result = group.all_gather_object(result)[0]
+    if result:
+        return result
+    check_draws(expected)  # every rank has run it
+    of_losses = Quantities()
+    if step.loss is not None and group.size <= _FEW and result.begins_with_gradients:
+        for rank in range(group.size):
+            with all_or_none(group) as closing:
+                own = run_rank(copy.deepcopy(net), shard._replace(wrap=None, only=rank), closing)
+            own = {key: {0: sampled(own[key][group.rank])} for key in own if key.of_parameter}
+            for parts in group.all_gather_object(own):
+                for key, part in parts.items():
+                    of_losses.setdefault(key, {}).setdefault(rank, torch.zeros_like(part[0]))
+                    of_losses[key][rank] += part[0]
+    if group.rank == 0:
+        explanation = explained(result, actual, expected, of_losses, step.wrap)
+        result = replace(result, explanation=explanation)
+    return group.all_gather_object(result)[0]
+
+
+def _of_ranks(group: ProcessGroup, net: nn.Module, shard: Step) -> Quantities:
+    """Runs a step on each rank. Brings what they compute to rank 0."""
+    with all_or_none(group) as closing:
+        own = run_rank(net, shard, closing)
+    return _gathered(group, own)
+
+
+def _agreed(
+    group: ProcessGroup, model: nn.Module, step: Step, dim: int, tolerance: float
+) -> tuple[nn.Module, Step, list[str]]:
+    """Compares what the ranks pass. Returns a copy of rank 0's model, this rank's part, notes."""
+    size = group.size
+    with all_or_none(group):
+        check_model(model, step)
+        net = copied(model, step, group.process_group)
+        parts = scatter((step.batch, step.targets), ["cpu"] * size, dim)
+        if len(parts) < size:
+            raise ValueError(
+                f"the batch must have a part for each of {size} ranks (got {len(parts)}, by the "
+                "sizes of torch.chunk); pass a multiple of the number of ranks"
+            )
+        digests = digests_of(model, step, tolerance)
+    check_equal(group.all_gather_object(digests))
+    notes = list[str]()
+    for owner, module in {"model": model, "loss": step.loss}.items():
+        begin = group.all_gather_object(sums_of(module) if isinstance(module, nn.Module) else {})
+        if others := [name for name in begin[0] if any(s[name] != begin[0][name] for s in begin)]:
+            used = "each rank uses its own"
+            if owner == "model":
+                used = "rank 0's are used, so let your program broadcast them, as DDP does"
+            notes.append(
+                f"before the step, the ranks have different values of the {owner}'s "
+                f"{first_of([f'`{name}`' for name in others])}; {used}"
+            )
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data.copy_(group.broadcast(tensor.data, 0))
+    batch, targets = parts[group.rank]
+    return net, step._replace(batch=batch, targets=targets), notes
+
+
+def _gathered(group: ProcessGroup, own: Quantities) -> Quantities:
+    """Brings the parts of all quantities to rank 0, one quantity at a time."""
+    whole: Quantities = {}
+    for quantity in dict.fromkeys(chain(*group.all_gather_object(list(own)))):
+        for parts in group.all_gather_object(own.get(quantity, {})):
+            if group.rank == 0:
+                whole.setdefault(quantity, {}).update(parts)
+    return whole

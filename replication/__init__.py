@@ -14,6 +14,7 @@ from replication.data_parallel import (
     data_parallel,
 )
 from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicationError
+from replication.functional import global_mean
 from replication.groups.base import Group, SoloGroup
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
@@ -54,6 +55,7 @@ __all__ = [
     "exec_data_parallel_replication_callback",
     "execute_replication_callbacks",
     "gather",
+    "global_mean",
     "parallel_apply",
     "patch_replication_callback",
     "replicate",

@@ -87,9 +87,9 @@ class Group(ABC):
     collectives in the same order. Results have the dtype and the device of the argument, and share
     no memory with it or with other members' results.
 
-    As in `torch.distributed.nn`, gradients are derivatives of the sum of the losses of *all*
-    members, and can be differentiated any number of times. Under `torch.no_grad` a member's
-    results are constants.
+    Gradients are derivatives of the sum of the losses of *all* members, so the gradient of a sum
+    is the sum of the gradients. They can be differentiated any number of times. Under
+    `torch.no_grad` a member's results are constants.
 
     Raises:
         TypeError: An argument has the wrong type. Raised before any waiting.
@@ -130,13 +130,18 @@ class Group(ABC):
         """
         return self._check_and_run("all_reduce", (tensor,), op=op)[0]
 
-    def all_gather(self, tensor: Tensor) -> tuple[Tensor, ...]:
+    def all_gather(self, tensor: Tensor, *, same_shape: bool = False) -> tuple[Tensor, ...]:
         """Returns the tensors of all members, in the order of their ranks.
 
         Args:
             tensor: Any shape. The first dimension may differ between members, and may be 0.
+            same_shape: Whether the caller says that first dimensions do not differ. Processes then
+                exchange no lengths. So the host does not wait for an accelerator, the call may be
+                captured in a CUDA graph, and `torch.compile` keeps it in its graph.
         """
-        return self._check_and_run("all_gather", (tensor,))
+        # Only where it is given, because it is part of the name of the call.
+        option = {"same_shape": True} if same_shape else {}
+        return self._check_and_run("all_gather", (tensor,), **option)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Tensor:
         """Reduces one tensor per member, and returns the result for this member.
@@ -247,7 +252,7 @@ def describe_argument(value: Any) -> str:
 def signature_of(name: str, tensors: Tensors, option: dict[str, Any]) -> Signature:
     """Names a collective with its argument ``op`` or ``src``, and the layouts of its tensors."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in option.items())
-    layouts = layouts_of(tensors, any_length=name == "all_gather")
+    layouts = layouts_of(tensors, any_length=name == "all_gather" and not option)
     return Signature(f"{name}({arguments})" if option else name, layouts)
 
 

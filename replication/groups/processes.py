@@ -298,7 +298,9 @@ class ProcessGroup(Group):
             return (total / self.size if op == "mean" else total,)
         return (reduce_tensors(self._stack(call, tensor).unbind(), op),)
 
-    def _all_gather(self, call: Collective, tensor: Tensor) -> Tensors:
+    def _all_gather(self, call: Collective, tensor: Tensor, same_shape: bool = False) -> Tensors:
+        if same_shape:
+            return tuple(row.clone() for row in self._stack(call, tensor))
         lengths = call.compare_lengths(len(tensor) if tensor.dim() else 0)
         shapes = [(n, *tensor.shape[1:]) if tensor.dim() else () for n in lengths]
         sizes = [prod(shape) for shape in shapes]

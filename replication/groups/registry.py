@@ -82,8 +82,11 @@ def name_in_graph(process_group: Any) -> str | None:
     return process_group.group_name if is_usable_here else None
 
 
-def as_process_group(value: Any) -> Any:
-    """Returns a group of `torch.distributed`: itself, or the one of a mesh. None stays None."""
+def as_process_group(value: Any, expected: str = "process_group must be") -> Any:
+    """Returns a group of `torch.distributed`: itself, or the one of a mesh. None stays None.
+
+    ``expected`` is how the text of a TypeError begins.
+    """
     if isinstance(value, DeviceMesh):
         if value.ndim > 1:
             raise ValueError(
@@ -97,8 +100,8 @@ def as_process_group(value: Any) -> Any:
     )
     if value is not None and not is_group:
         raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup, a DeviceMesh of one "
-            f"dimension, or None (got {type(value).__name__})"
+            f"{expected} a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None "
+            f"(got {type(value).__name__})"
         )
     return value
 

@@ -319,7 +319,7 @@ def _all_reduce(members: list[Tensors], op: ReduceOp) -> list[Tensors]:
     return copy_to_each([total], [tensor.device for (tensor,) in members])
 
 
-def _all_gather(members: list[Tensors]) -> list[Tensors]:
+def _all_gather(members: list[Tensors], same_shape: bool = False) -> list[Tensors]:
     tensors = [tensor for (tensor,) in members]
     return copy_to_each(tensors, [tensor.device for tensor in tensors])
 

@@ -35,7 +35,7 @@ ORDER = [
     ["sync"],
     ["steps"],
     ["groups"],
-    ["callbacks", "join"],
+    ["callbacks", "functional", "join"],
     ["data_parallel"],
     ["criterion"],
     ["verify"],

@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ TASKS = {
             "patch_replication_callback",
             "JoinableStep",
         ],
+        "Losses and collectives": [
+            "global_mean",
+            "functional.all_reduce",
+            "functional.all_gather",
+            "functional.reduce_scatter",
+            "functional.broadcast",
+            "functional.all_gather_object",
+            "functional.barrier",
+        ],
         "Write a layer": ["ReplicaAware", "Group", "SoloGroup", "ReplicaGroup", "ProcessGroup"],
         "Split and join": [
             "Scattered",
@@ -78,6 +88,9 @@ HOMES = {
     for name in package.__all__
     if getattr(package, name).__name__ == name
 }
+HOMES |= {
+    name: page for page, tasks in TASKS.items() for names in tasks.values() for name in names
+}
 #: What the heading of each name is called in links. A page numbers headings that differ in case.
 ANCHORS = {"Summary": "summary-1"}
 
@@ -100,7 +113,7 @@ MADE = {"Difference", "ReplicaGroup", "SlavePipe", "Summary", "Verification"}
 
 def anchor_of(name: str) -> str:
     """What links call the heading of a public name."""
-    return ANCHORS.get(name, name.lower())
+    return ANCHORS.get(name, name.lower().replace(".", ""))
 
 
 def linked(line: str) -> str:
@@ -156,7 +169,7 @@ def page(name: str) -> str:
     for task, names in TASKS[name].items():
         lines += ["", f"## {task}", ""]
         for public in names:
-            kind = getattr(PACKAGES[name], public)
+            kind = attrgetter(public)(PACKAGES[name])
             lines += described(f"### {public}", kind)
             for key, member in vars(kind).items() if inspect.isclass(kind) else ():
                 inherited = any(key in vars(base) for base in kind.__mro__[1:])

@@ -83,11 +83,11 @@ def all_gather(
 
     Args:
         tensor: Any shape. The first dimension may differ between members, and may be 0.
-        group: See `all_reduce`.
+        group: See `functional.all_reduce`.
         same_shape: See `Group.all_gather`.
 
     Raises:
-        Exception: As `all_reduce`.
+        Exception: As `functional.all_reduce`.
     """
     return _as_group(group).all_gather(tensor, same_shape=same_shape)
 
@@ -101,11 +101,11 @@ def reduce_scatter(
 
     Args:
         tensors: One tensor for each member (see `Group.reduce_scatter`).
-        op: See `all_reduce`.
-        group: See `all_reduce`.
+        op: See `functional.all_reduce`.
+        group: See `functional.all_reduce`.
 
     Raises:
-        Exception: As `all_reduce`.
+        Exception: As `functional.all_reduce`.
     """
     return _as_group(group).reduce_scatter(tensors, _as_op(op))
 
@@ -117,10 +117,10 @@ def broadcast(tensor: Tensor, src: int = 0, group: Any = None) -> Tensor:
         tensor: Any shape. Shape and dtype must match on every member.
         src: A rank of the *group*, counted from 0. In `torch.distributed.nn` it is one of all
             processes.
-        group: See `all_reduce`.
+        group: See `functional.all_reduce`.
 
     Raises:
-        Exception: As `all_reduce`.
+        Exception: As `functional.all_reduce`.
     """
     return _as_group(group).broadcast(tensor, src)
 
@@ -132,10 +132,10 @@ def all_gather_object(obj: T, group: Any = None) -> tuple[T, ...]:
 
     Args:
         obj: Any object. Between processes it is pickled.
-        group: See `all_reduce`.
+        group: See `functional.all_reduce`.
 
     Raises:
-        Exception: As `all_reduce`.
+        Exception: As `functional.all_reduce`.
     """
     return _as_group(group).all_gather_object(obj)
 
@@ -144,10 +144,10 @@ def barrier(group: Any = None) -> None:
     """Waits until all members have called it.
 
     Args:
-        group: See `all_reduce`.
+        group: See `functional.all_reduce`.
 
     Raises:
-        Exception: As `all_reduce`.
+        Exception: As `functional.all_reduce`.
     """
     _as_group(group).barrier()
 
@@ -190,8 +190,8 @@ def global_mean(
             the sum of weights over all ranks *and* micro-batches of a step. The micro-batches'
             results then add up to the mean of the step.
         averages: Whether gradients are averaged over the ranks. Pass False where they are added.
-        group: See `all_reduce`. With ``self.group`` it works in replicas too: there, take the mean
-            of what the replicas return.
+        group: See `functional.all_reduce`. With ``self.group`` it works in replicas too: there,
+            take the mean of what the replicas return.
 
     Returns:
         One number in the dtype of ``losses``. It is NaN if no rank has a weight other than 0, as
@@ -201,7 +201,7 @@ def global_mean(
         TypeError: An argument has the wrong type or dtype. Raised before any waiting.
         ValueError: ``weight`` can't be broadcast to the losses, ``weight`` or ``count`` require
             gradients, or ``count`` has several values. Raised before any waiting.
-        Exception: As `all_reduce`.
+        Exception: As `functional.all_reduce`.
     """
     members = _as_group(group, "global_mean")
     _check_losses(losses, weight, count)

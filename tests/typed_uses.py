@@ -7,6 +7,7 @@ from typing import Any, assert_type
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
 
 import replication
 import syncbn
@@ -33,7 +34,9 @@ from replication import (
     data_parallel,
     exec_data_parallel_replication_callback,
     execute_replication_callbacks,
+    functional,
     gather,
+    global_mean,
     parallel_apply,
     patch_replication_callback,
     replicate,
@@ -156,6 +159,15 @@ def writes_callbacks(net: nn.Module) -> None:
 
 def names_groups(replicas: ReplicaGroup, processes: ProcessGroup) -> list[Group]:
     return [replicas, processes, SoloGroup()]
+
+
+def computes_losses(losses: Tensor, mask: Tensor, groups: list[Group], mesh: DeviceMesh) -> Tensor:
+    assert_type(global_mean(losses), Tensor)
+    assert_type(global_mean(losses, mask, count=8, averages=False, group=groups[0]), Tensor)
+    assert_type(functional.all_gather(losses, mesh["dp"], same_shape=True), tuple[Tensor, ...])
+    assert_type(functional.all_gather_object({"a": 1}), tuple[dict[str, int], ...])
+    functional.broadcast(losses, 0)
+    return functional.reduce_scatter([losses, mask]) + functional.all_reduce(losses, "max")
 
 
 def catches(error: ReplicationError) -> str:

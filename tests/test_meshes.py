@@ -25,6 +25,7 @@ def network() -> nn.Sequential:
 
 
 def with_meshes(rank: int) -> dict[str, Tensor]:
+    warnings.filterwarnings("ignore", "DTensor random operators")  # of torch 2.6
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     parallel = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     rows = X.split(2)[rank]

@@ -26,6 +26,9 @@ from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized
 
 pytestmark = needs_gloo
+shards_on_cpus = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of torch 2.6 needs a GPU"
+)
 
 #: What computes: the kernels of the CPU, or what stands for those of accelerators, where the host
 #: does not know the counts of other ranks.
@@ -405,10 +408,9 @@ def test_layers_with_a_separate_group_train_beside_unused_parameters():
 def traced_and_exported(rank: int) -> list[str]:
     warnings.simplefilter("ignore")  # torch announces that tracing is deprecated
     net, x = convert_model(nn.Sequential(nn.BatchNorm1d(2))), torch.randn(3, 2)
-    errors = [
-        outcome_of(lambda: torch.jit.trace(net, x)).error,
-        outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error,
-    ]
+    errors = [outcome_of(lambda: torch.jit.trace(net, x)).error]
+    if torch.__version__ >= "2.7":  # torch 2.6 raises an error of its own, before the call as well
+        errors.append(outcome_of(lambda: torch.export.export(net, (x,), strict=False)).error)
     net(x)  # which the other rank answers
     return list(map(str, errors))
 
@@ -652,6 +654,7 @@ def test_training_under_ddp_equals_training_in_one_process(accumulate, reentrant
 
 
 @pytest.mark.slow
+@shards_on_cpus
 def test_training_under_fsdp2_equals_training_in_one_process():
     expected = train(network(), slice(0, 7), None, 1)
     for full, again, kinds in run_ranks(2, sharded):
@@ -677,6 +680,7 @@ def in_half_precision(rank: int, group_size: int | None) -> list[Tensor]:
     return [y.detach(), x.grad, *grads, *buffers, net.eval()(x).detach()]
 
 
+@shards_on_cpus
 @pytest.mark.parametrize("group_size", [None, 1], ids=["together", "alone"])
 def test_parameters_in_half_precision_beside_buffers_of_float32(group_size):
     """torch's own layers refuse them."""

@@ -115,8 +115,19 @@ def test_what_is_no_tensor_is_refused_as_torchs_layer_does(value):
     assert error.__notes__ == ["in replica 1 of 2 on cpu, module `0`"]
 
 
+looked_at = pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 takes more")
+
+
 @pytest.mark.parametrize(
-    "argument", ["num_features", "eps", "momentum", "affine", "track_running_stats", "dtype"]
+    "argument",
+    [
+        "num_features",
+        pytest.param("eps", marks=looked_at),
+        pytest.param("momentum", marks=looked_at),
+        "affine",
+        "track_running_stats",
+        "dtype",
+    ],
 )
 @examples(0.2)
 @given(value=anything)

@@ -103,7 +103,7 @@ INTERNAL = {
     "ProcessGroup.where",
     "ReplicaAware.process_group",
     "ReplicaGroup.exchange",
-    "ReplicaGroup.in_later_backward",
+    "ReplicaGroup.is_replayed",
     "ReplicaGroup.where",
 }
 

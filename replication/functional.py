@@ -236,7 +236,8 @@ def _as_group(group: Any, name: str = "replication.functional") -> Group:
         return group
     members = process_group_of(as_process_group(group, "group must be a Group,"), name)
     current = this_thread.current
-    if current and current.is_one_of_several and (group is None or members is not None):
+    is_one_of_several = current is not None and current.rendezvous.size > 1
+    if is_one_of_several and (group is None or members is not None):
         raise ReplicationError(
             f"`{name}`: a function cannot know which copies of a layer belong together (called "
             "in a replica without a Group); derive the layer from replication.ReplicaAware, and "

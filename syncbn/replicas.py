@@ -57,7 +57,7 @@ def normalized_in_replica(
 ) -> Tensor:
     """Normalizes the shard of this replica with the moments of the whole batch."""
     shard = Shard(arguments, kernels)
-    if group.in_later_backward:
+    if group.is_replayed:
         return recomputed(shard, past_calls, group.where)
     if not shard.may_be_joined:
         shard.save_in_this_thread()

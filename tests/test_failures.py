@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from replication import DataParallel, ReplicaAware, ReplicaFailed
+from replication import DataParallel, ReplicaFailed
 from replication.sync.lifecycle import this_thread
 from tests.deadlines import Deadline, soon
 from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
@@ -224,20 +224,3 @@ def test_a_forward_ends_when_its_replicas_have_ended():
         model(torch.zeros(3))
     assert len(ended) == 2
     assert caught.value.__notes__ == ["in replica 0 of 3 on cpu, module `(root)`"]
-
-
-def test_a_backward_inside_the_forward_may_call_collectives():
-    class Penalty(ReplicaAware, nn.Module):
-        """Multiplies by the sum of the replicas' gradients of the square of its input."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            group, leaf = self.group, x.detach().requires_grad_()
-            leaf.register_hook(lambda grad: group.all_reduce(grad.sum(0)).expand_as(grad))
-            answers.append(group.recomputes)
-            (grad,) = torch.autograd.grad(leaf.square().sum(), leaf)
-            return x * grad
-
-    answers: list[bool] = []
-    x = torch.randn(6, 2, dtype=torch.float64)
-    torch.testing.assert_close(ours(Penalty(), 3)(x), x * 2 * x.sum(0))
-    assert answers == [False] * 3

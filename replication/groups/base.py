@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from replication._torch import has_other_derivatives, is_dtensor
 from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
-from replication.sync.lifecycle import is_recomputation
+from replication.sync.lifecycle import Phase, phase
 
 __all__ = ["Group", "SoloGroup"]
 
@@ -110,7 +110,7 @@ class Group(ABC):
     @property
     def recomputes(self) -> bool:
         """Whether this call recomputes a checkpoint, so that a layer must not update its state."""
-        return is_recomputation()
+        return phase() is not Phase.FORWARD
 
     @property
     def where(self) -> str:

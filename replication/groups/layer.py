@@ -114,8 +114,7 @@ class ReplicaAware(_Base):
         process_group = self.process_group
         processes = process_group_of(process_group, name)
         if processes is not None:
-            current = this_thread.current
-            if (group is not None and group.size > 1) or (current and current.is_one_of_several):
+            if group is not None and group.size > 1:
                 raise ReplicationError(
                     f"`{name}` must run either in several replicas or in several processes (got "
                     "both); use one process per device, or, to synchronize only within this "

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from replication._torch import (
-    NO_BACKWARD,
     count_nodes_up_to,
-    current_backward,
     nodes_made,
     sees_saved_tensors,
     set_grad_modes,
@@ -37,7 +35,7 @@ from replication.groups.base import (
     signature_of,
 )
 from replication.steps.broadcast import broadcast
-from replication.sync.lifecycle import this_thread
+from replication.sync.lifecycle import Phase, calling_replica, phase, this_thread
 from replication.sync.rendezvous import Exchange, Rendezvous, site
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
@@ -201,13 +199,9 @@ class ReplicaGroup(Group):
         return f"`{self._communicator.path}`, replica {self._replica}"
 
     @property
-    def in_later_backward(self) -> bool:
-        """Whether this thread is in a backward that began after the replica's forward."""
-        # No other replica would answer a call.
-        current, began_in = this_thread.current, NO_BACKWARD
-        if current is not None and current.rendezvous is self._communicator.rendezvous:
-            began_in = current.backward
-        return current_backward() != began_in
+    def is_replayed(self) -> bool:
+        """Whether a checkpoint recomputes this replica alone, so no other would answer a call."""
+        return phase() is Phase.REPLAYED
 
     def exchange(
         self,
@@ -245,24 +239,23 @@ class ReplicaGroup(Group):
 
     def _checked_rendezvous(self, name: str) -> Rendezvous:
         """Returns the rendezvous. Raises if no other member could answer a call made here."""
-        rendezvous = self._communicator.rendezvous or self._communicator.live_rendezvous()
-        replica, current = self._replica, this_thread.current
-        if current is None or current.rendezvous is not rendezvous:
-            if not rendezvous.has_ended(replica):
-                return rendezvous
+        communicator, replica, current = self._communicator, self._replica, this_thread.current
+        rendezvous = communicator.rendezvous or communicator.live_rendezvous()
+        is_of_this_forward = current is not None and current.rendezvous is rendezvous
+        if not is_of_this_forward and rendezvous.has_ended(replica):
             text = (
                 f"{name} of a group whose forward has ended; read self.group in each forward, "
                 "call no collectives in hooks or custom backwards, and leave the layer out of "
                 "activation checkpoints"
             )
-        elif current.path:  # a callback runs
+        elif (caller := calling_replica(f"`{communicator.path}`: {name}")).path:  # a callback runs
             text = (
                 f"{name} in a replication callback; callbacks run one after the other, so that "
                 "no other copy can answer: call collectives in forward"
             )
-        elif current.replica != replica:
+        elif not is_of_this_forward or caller.replica != replica:
             text = (
-                f"replica {current.replica} calls {name} of the group of copy {replica}; pass "
+                f"replica {caller.replica} calls {name} of the group of copy {replica}; pass "
                 "ctx.group the copy_id that the callback receives"
             )
         else:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,14 +32,6 @@ class CurrentReplica(NamedTuple):
     #: The path of the module whose callback runs. It is empty in a forward.
     path: str = ""
 
-    @property
-    def is_one_of_several(self) -> bool:
-        """Whether it is one of several replicas, or inside one."""
-        rendezvous: Rendezvous | None = self.rendezvous
-        while rendezvous is not None and rendezvous.size < 2:
-            rendezvous = rendezvous.outer
-        return rendezvous is not None
-
 
 class _Local(threading.local):
     current: CurrentReplica | None = None
@@ -48,14 +41,53 @@ class _Local(threading.local):
 this_thread = _Local()
 
 
-def is_recomputation() -> bool:
-    """Whether this thread, or the caller of the replica that it runs, is in a backward.
+class Phase(Enum):
+    """What this thread does, with respect to the backward of the program."""
 
-    There a forward normally recomputes an activation checkpoint.
+    #: A forward, outside any backward.
+    FORWARD = 0
+    #: A whole forward inside a backward: an activation checkpoint around it computes it again, and
+    #: all replicas run again.
+    REPEATED = 1
+    #: A backward that has begun after the forward of the replica, or outside replicas. There a
+    #: checkpoint computes a part of one replica again, and no other replica would answer a call.
+    REPLAYED = 2
+
+
+def phase() -> Phase:
+    current, backward = this_thread.current, current_backward()
+    if backward != (NO_BACKWARD if current is None else current.backward):
+        return Phase.REPLAYED
+    is_inside = current is not None and current.rendezvous.in_backward
+    return Phase.REPEATED if is_inside or backward != NO_BACKWARD else Phase.FORWARD
+
+
+def calling_replica(name: str) -> CurrentReplica:
+    """Returns the replica whose forward or callback this thread runs, and which calls ``name``.
+
+    All pipes and all collectives between replicas ask it. A replica calls in its own thread: what
+    another thread of it sends would be matched with the calls of others in no order, and the
+    rendezvous could not tell whether the replica waits. Hooks of a backward may run in a thread of
+    torch, and in the order of another device's work, so a backward inside the forward counts as
+    another thread on every device.
+
+    Raises:
+        ReplicationError: The thread runs no replica, or is in a backward that its forward began.
     """
     current = this_thread.current
-    is_in_backward = current is not None and current.rendezvous.in_backward
-    return is_in_backward or current_backward() != NO_BACKWARD
+    if current is None:
+        raise ReplicationError(
+            f"{name} connects the replicas of one forward, and this thread runs none of them; "
+            "call it in the replica's own thread, in its forward or in a replication callback "
+            "(not in a thread that the replica has started, nor in a recomputation)"
+        )
+    if current_backward() != current.backward:
+        raise ReplicationError(
+            f"{name} connects the replicas of one forward, and this thread is in a backward "
+            "inside that forward; call it in the replica's own thread, outside of hooks, custom "
+            "backwards and recomputations"
+        )
+    return current
 
 
 # -- its beginning and end ---------------------------------------------------------------------
@@ -138,9 +170,7 @@ def _failing_path(error: BaseException, root: nn.Module) -> str:
 
 def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
-    current = this_thread.current
-    outer = None if current is None else current.rendezvous
-    rendezvous = Rendezvous(len(replicas), in_backward=is_recomputation(), outer=outer)
+    rendezvous = Rendezvous(len(replicas), in_backward=phase() is not Phase.FORWARD)
     for index, replica in enumerate(replicas):
         state = replica.__dict__
         state["forward"] = TrackedForward(replica, rendezvous, index)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
 from replication._torch import set_grad_modes
 from replication.devices import current_device, current_stream, use_device
 from replication.errors import ReplicationError
-from replication.sync.lifecycle import CurrentReplica, this_thread
+from replication.sync.lifecycle import CurrentReplica, calling_replica, this_thread
 from replication.sync.rendezvous import Exchange, Rendezvous, Wait
 
 __all__ = ["FutureResult", "SlavePipe", "SyncMaster"]
@@ -34,18 +33,6 @@ _MASTER = 0
 Identified = list[tuple[Any, Any]]
 
 MasterCallback = Callable[[Identified], Iterable[tuple[Any, Any]]]
-
-
-def calling_replica(name: str) -> CurrentReplica:
-    """The replica whose forward or callback this thread runs, or ReplicationError."""
-    current = this_thread.current
-    if current is None:
-        raise ReplicationError(
-            f"{name} connects the replicas of one forward, and this thread runs none of them; "
-            "call it in a replication callback or in a forward, in the replica's own thread (not "
-            "in a recomputation)"
-        )
-    return current
 
 
 class FutureResult:
@@ -189,11 +176,6 @@ def as_in_this_thread(reply: Callable[[Identified], list[Any]]) -> Callable[...,
     return call
 
 
-#: The channel of each master in each forward that has not been freed.
-_channels: WeakKeyDictionary[Rendezvous, WeakKeyDictionary[SyncMaster, Channel]]
-_channels = WeakKeyDictionary()
-
-
 class SyncMaster:
     """The master of the copies of one layer: it replies to the messages of all of them.
 
@@ -254,8 +236,9 @@ class SyncMaster:
         return SlavePipe(identifier, channel, current.rendezvous, current.replica)
 
     def _channel(self, current: CurrentReplica) -> Channel:
-        of_forward = _channels.setdefault(current.rendezvous, WeakKeyDictionary())
-        return of_forward.setdefault(self, Channel(current.path or "SyncMaster"))
+        made = current.rendezvous.exchanges
+        channel: Channel = made.setdefault(self, Channel(current.path or "SyncMaster"))
+        return channel
 
     @property
     def nr_slaves(self) -> int:

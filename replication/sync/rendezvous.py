@@ -17,12 +17,10 @@ waits. Then the forward is aborted: all of its waits raise at once, and no new o
 wait ends with its value, with `ReplicasDiverged` (the rule has decided), or with `ReplicaFailed`
 (a replica has raised, or the caller was interrupted).
 
-The rule can't decide two cases, in which waits fail after `STALL_TIMEOUT`:
-
-    * A replica has not begun. It may be about to run, or its turn may come after the waiting
-      replica in the same thread.
-    * A thread that a replica has started waits. The replica's own thread may be computing, or it
-      may be waiting for that one.
+A replica waits in its own thread only (see `lifecycle.calling_replica`), so one that waits neither
+computes nor sends. The rule can't decide one case, in which waits fail after `STALL_TIMEOUT`: a
+replica has not begun. It may be about to run, or its turn may come after the waiting replica in
+the same thread.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from replication._torch import named_range
 from replication.errors import (
@@ -80,7 +79,7 @@ _GONE = (State.ENDED, State.ABSENT)
 
 
 class Wait:
-    """The wait of a replica in this thread. It is open until ``is_over()``.
+    """The wait of a replica. It is open until ``is_over()``.
 
     Args:
         place: The call at which it waits.
@@ -92,7 +91,6 @@ class Wait:
         self, replica: int, place: Place, missing: Collection[int], is_over: Callable[[], object]
     ) -> None:
         self.replica, self.place, self.missing, self.is_over = replica, place, missing, is_over
-        self.thread = threading.get_ident()
 
 
 class Abort(NamedTuple):
@@ -119,14 +117,10 @@ class Rendezvous:
     Args:
         in_backward: Whether the whole forward is inside a backward, which runs in the caller's
             thread.
-        outer: The rendezvous of the outer forward, if this forward runs inside one of its
-            replicas.
     """
 
-    def __init__(
-        self, size: int, *, in_backward: bool = False, outer: Rendezvous | None = None
-    ) -> None:
-        self.size, self.in_backward, self.outer = size, in_backward, outer
+    def __init__(self, size: int, *, in_backward: bool = False) -> None:
+        self.size, self.in_backward = size, in_backward
         #: Guards all of this, and the rounds of exchanges.
         self.lock = threading.RLock()
         #: Notified when a wait may be over. Code locks `lock` itself, because an interrupt between
@@ -136,11 +130,10 @@ class Rendezvous:
         self.wake = self.condition.notify_all
         #: The waits that have begun and whose threads have not gone on.
         self.waits: list[Wait] = []
-        #: The number of merges in progress. One that fails stays counted, but aborts the forward.
-        self.merging = 0
+        #: The exchange of each object that makes one by itself, a `SyncMaster`, in this forward.
+        self.exchanges: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.aborted: Abort | None = None
         self._states = [State.NEW] * size
-        self._threads = [0] * size
         self._failure: BaseException | None = None
 
     # -- the life of a replica -----------------------------------------------------------------
@@ -153,9 +146,9 @@ class Rendezvous:
             ]
 
     def begin(self, replica: int) -> None:
-        """Records that a forward begins, in this thread."""
+        """Records that a forward begins."""
         with self.lock:
-            self._states[replica], self._threads[replica] = State.RUNS, threading.get_ident()
+            self._states[replica] = State.RUNS
 
     def end(self, replica: int) -> None:
         """Records that a forward ends, by returning or by raising (see `fail`)."""
@@ -213,24 +206,18 @@ class Rendezvous:
         """Aborts the forward if one of its waits can't succeed.
 
         Called with the lock held, when a replica ends, and by each wait when it begins or wakes.
-        The end of a merge does not call it: it wakes the waits, which do.
         """
         states = self._states
         all_take_part = State.ENDED not in states and State.ABSENT not in states
         if all_take_part and len(self.waits) < self.size and not is_late:
             return  # nearly always: a replica computes
         open_waits = [wait for wait in self.waits if not wait.is_over()]
-        # A merge in progress ends some waits. It may run in a thread that a waiting replica has
-        # started, so even if every replica waits, nothing is certain until it is over.
-        if not open_waits or self.merging:
+        if not open_waits:
             return
-        gone = {r for r in range(self.size) if states[r] in _GONE}
-        # If another thread of a replica waits, for example one of two parallel branches, the
-        # replica's own thread may be computing, and send what others wait for.
-        waiting = {w.replica for w in open_waits if w.thread == self._threads[w.replica]}
-        if is_late:  # what was unknown counts as certain
-            gone |= {r for r in range(self.size) if states[r] is State.NEW}
-            waiting = {wait.replica for wait in open_waits}
+        # A replica that has not begun may still do so. After some time it counts as gone.
+        without = (*_GONE, State.NEW) if is_late else _GONE
+        gone = {replica for replica in range(self.size) if states[replica] in without}
+        waiting = {wait.replica for wait in open_waits}
         missing = {replica for wait in open_waits for replica in wait.missing}
         if missing & gone or len(waiting | gone) == self.size:
             self.abort(self._reason(missing, open_waits), kind=ReplicasDiverged)
@@ -248,11 +235,6 @@ class Rendezvous:
         positions = [state.value for state in states]
         for wait in open_waits:
             positions[wait.replica] = f"waits at {site(wait.place)}"
-            if states[wait.replica] is not State.RUNS:
-                positions[wait.replica] += (
-                    ", outside the forward (in a recomputation, by another method, or through a "
-                    "part of the replica)"
-                )
         lines = [f"\n  replica {replica}: {text}" for replica, text in enumerate(positions)]
         return reason + "".join(lines)
 
@@ -292,11 +274,6 @@ class Exchange:
         with named_range(f"exchange {self.path}, replica {replica}"):
             with rendezvous.lock:
                 current = self._round
-                if replica in current.messages:
-                    raise ReplicationError(
-                        f"`{self.path}`: replica {replica} calls it in several threads at a time; "
-                        "call it in one thread of the replica"
-                    )
                 self.calls[replica] += 1
                 place = self.path, self.calls[replica]
                 if rendezvous.aborted is not None:
@@ -307,7 +284,6 @@ class Exchange:
                     self._await_reply(rendezvous, replica, current, place)
                     return current.replies.pop(replica)
                 self._round = Round(self.calls)
-                rendezvous.merging += 1
             try:
                 return self._merge(rendezvous, replica, current, merge)
             except BaseException as error:
@@ -335,6 +311,5 @@ class Exchange:
         replies = merge(list(map(current.messages.pop, replicas)))
         with rendezvous.lock:
             current.replies.update(zip(replicas, replies, strict=True))
-            rendezvous.merging -= 1
             rendezvous.wake()
             return current.replies.pop(replica)

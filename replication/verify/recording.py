@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 
 from replication._torch import compiled_module, destroy_group, is_dtensor, timeout_of
 from replication.errors import add_note
-from replication.sync.lifecycle import is_recomputation, this_thread
+from replication.sync.lifecycle import Phase, phase, this_thread
 from replication.tree import flatten, replace_leaves
 
 #: The kinds of quantities, in the order in which they are computed. If the output of a layer
@@ -199,7 +199,7 @@ def _record_layers(
     numbers = _random_numbers(device)
 
     def record_call(path: str, kind: str, layer: nn.Module, args: Any, output: Any) -> None:
-        if is_recomputation():
+        if phase() is not Phase.FORWARD:
             return
         if not drawing and _differ(numbers, _random_numbers(device)):
             drawing.append(f"`{path}` ({kind})")

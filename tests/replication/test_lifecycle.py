@@ -180,7 +180,7 @@ def test_one_replica_may_run_in_the_calling_thread():
 def test_layer_that_is_recomputed_after_the_forward_says_so():
     x = torch.randn(4, 2, requires_grad=True)
     y = ours(Recomputed(nn.Sequential(Centering(), nn.Tanh())), 2)(x)
-    with pytest.raises(ReplicationError, match=r"\(not in a recomputation"):
+    with pytest.raises(ReplicationError, match="nor in a recomputation"):
         y.backward(torch.randn_like(y))
 
 
@@ -324,7 +324,7 @@ def test_a_replica_that_is_kept_after_its_forward_is_given_up(wrap, layer, index
         with pytest.raises(ReplicasDiverged, match=f"replica {1 - index}: has ended"):
             replica(torch.randn(4, 3))
     else:
-        text = "outside the forward|of one forward|forward has ended"
+        text = "runs none of them|forward has ended"
         with pytest.raises(ReplicationError, match=text):
             replica.layer(torch.randn(4, 3))
 

@@ -19,14 +19,13 @@ from hypothesis.stateful import (
 
 from replication import ReplicaFailed, ReplicasDiverged
 from replication.sync import rendezvous as module
-from replication.sync.lifecycle import CurrentReplica
 from replication.sync.rendezvous import Exchange, Place, Rendezvous, Wait
 from tests.layers import DEADLINE, Outcome, outcome_of, soon, together, values
 from tests.properties import examples
 
 
 class Waiting:
-    """A wait of a replica in a new thread, which may count as the replica's."""
+    """A wait of a replica, in a new thread."""
 
     def __init__(
         self, rendezvous: Rendezvous, replica: int, *missing: int, place: Place = ("layer", 1)
@@ -40,7 +39,6 @@ class Waiting:
 
     def _block(self) -> None:
         with self.rendezvous.lock:
-            self.wait.thread = self.thread.ident or 0
             self.outcome = outcome_of(lambda: self.rendezvous.wait(self.wait))
 
     def end(self) -> None:
@@ -84,8 +82,7 @@ def test_message_says_where_every_replica_is():
     expected = """the replicas have diverged. Every replica must make the same calls in the same \
 order: look for branches that depend on data, and for layers in eval() in one replica only.
   replica 0: waits at `layer3.bn2`, call 2
-  replica 1: waits at `layer`, call 1, outside the forward (in a recomputation, by another \
-method, or through a part of the replica)
+  replica 1: waits at `layer`, call 1
   replica 2: has ended
   replica 3: runs
   replica 4: has not begun
@@ -152,8 +149,6 @@ def test_a_replica_that_does_not_begin_is_given_up(monkeypatch):
 # -- any order of events -----------------------------------------------------------------------
 
 SIZE = 3
-#: Threads that replicas have started. Their own threads are 0, 1 and 2.
-SIDE = 10
 
 
 @dataclass
@@ -161,17 +156,16 @@ class Modelled:
     """What an open wait is about."""
 
     replica: int
-    thread: int
     #: Empty if any replica can end it.
     missing: set[int]
     is_over: bool = False
 
 
 class Events(RuleBasedStateMachine):
-    """Replicas begin, wait, get their values, merge, end and fail in any order.
+    """Replicas begin, wait, get their values, end and fail in any order.
 
-    The rule is compared with all futures of the moment. In them each replica whose own thread does
-    not wait can send what others wait for, and goes on after its wait.
+    The rule is compared with all futures of the moment. In them each replica that does not wait
+    can send what others wait for, and goes on after its wait.
     """
 
     def __init__(self) -> None:
@@ -179,7 +173,6 @@ class Events(RuleBasedStateMachine):
         self.rendezvous = Rendezvous(SIZE)
         self.new, self.running, self.gone = set(range(SIZE)), set(), set()
         self.waits: list[tuple[Wait, Modelled]] = []
-        self.merging = 0
         self.failure: Exception | None = None
         self.is_settled = False
         #: Whether the last event was a look after `STALL_TIMEOUT`.
@@ -195,9 +188,7 @@ class Events(RuleBasedStateMachine):
         return [modelled for _, modelled in self.waits if not modelled.is_over]
 
     def is_blocked(self, replica: int) -> bool:
-        """Whether the own thread of a replica waits. After some time, whether any does."""
-        waits = [wait for wait in self.open() if wait.replica == replica]
-        return any(self.is_late or wait.thread == replica for wait in waits)
+        return any(wait.replica == replica for wait in self.open())
 
     @rule()
     def look(self) -> None:
@@ -210,21 +201,18 @@ class Events(RuleBasedStateMachine):
     def begin(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(sorted(self.new)))
         self.rendezvous.begin(replica)
-        self.rendezvous._threads[replica] = replica
         self.new.remove(replica)
         self.running.add(replica)
 
     @precondition(lambda self: self.running and self.rendezvous.aborted is None)
-    @rule(data=st.data(), missing=st.sets(st.integers(0, SIZE - 1)), is_side=st.booleans())
-    def wait(self, data: st.DataObject, missing: set[int], is_side: bool) -> None:
+    @rule(data=st.data(), missing=st.sets(st.integers(0, SIZE - 1)))
+    def wait(self, data: st.DataObject, missing: set[int]) -> None:
         replica = data.draw(st.sampled_from(sorted(self.running)))
-        if not is_side and self.is_blocked(replica):
-            return  # a thread is in one wait at a time
-        thread = SIDE + replica if is_side else replica
-        modelled = Modelled(replica, thread, missing - {replica})
+        if self.is_blocked(replica):
+            return  # a replica is in one wait at a time
+        modelled = Modelled(replica, missing - {replica})
         needed: Any = modelled.missing or ()
         wait = Wait(replica, ("layer", 1), needed, lambda: modelled.is_over)
-        wait.thread = thread
         self.rendezvous.waits.append(wait)
         self.waits.append((wait, modelled))
         self.rendezvous.check()
@@ -242,19 +230,6 @@ class Events(RuleBasedStateMachine):
             needed.discard(data.draw(st.sampled_from(senders)))
             modelled.is_over = not needed
             self.look()
-
-    @precondition(lambda self: self.merging < 2 and self.rendezvous.aborted is None)
-    @rule()
-    def begin_merge(self) -> None:
-        self.merging += 1
-        self.rendezvous.merging += 1
-
-    @precondition(lambda self: self.merging and self.rendezvous.aborted is None)
-    @rule()
-    def end_merge(self) -> None:
-        self.merging -= 1
-        self.rendezvous.merging -= 1
-        self.look()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), fails=st.booleans())
@@ -282,7 +257,7 @@ class Events(RuleBasedStateMachine):
         able = self.running if self.is_late else self.running | self.new
         left, ended = self.open(), True
         while ended:
-            blocked = {w.replica for w in left if self.is_late or w.thread == w.replica}
+            blocked = {wait.replica for wait in left}
             free = able - blocked
             ended = [w for w in left if (w.missing <= free if w.missing else free - {w.replica})]
             left = [w for w in left if w not in ended]
@@ -295,8 +270,8 @@ class Events(RuleBasedStateMachine):
             assert aborted is not None and self.rendezvous._failure is self.failure
         elif aborted is not None and not self.is_settled:
             self.is_settled = True
-            assert aborted.kind is ReplicasDiverged and not self.merging and self.hopeless()
-        elif aborted is None and not self.merging:
+            assert aborted.kind is ReplicasDiverged and self.hopeless()
+        elif aborted is None:
             able = set(self.running)
             gone, able = (gone | self.new, able) if self.is_late else (gone, able | self.new)
             assert not any(w.missing & gone for w in self.open())
@@ -307,14 +282,3 @@ class Events(RuleBasedStateMachine):
 def test_waits_are_given_up_if_and_only_if_no_future_ends_them():
     """Guarantee 3: as soon as the outcome is certain, and no sooner."""
     run_state_machine_as_test(Events, settings=examples(2))
-
-
-# -- the replica of a thread -------------------------------------------------------------------
-
-
-def test_a_replica_is_one_of_several_with_others_or_inside_one_of_them():
-    inner, outer = Rendezvous(1), Rendezvous(2)
-    assert not CurrentReplica(inner, 0, -1).is_one_of_several
-    assert CurrentReplica(outer, 0, -1).is_one_of_several
-    inner.outer = outer
-    assert CurrentReplica(inner, 0, -1).is_one_of_several

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import queue
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
-from replication import DataParallel, Group, ReplicationError
+from replication import DataParallel, Group, ReplicaAware, ReplicationError, SyncMaster
+from syncbn import SynchronizedBatchNorm1d
 from tests.collective_cases import (
     CASES,
     EACH,
@@ -29,7 +29,7 @@ from tests.collective_cases import (
 )
 from tests.devices import several
 from tests.junk import COLLECTIVES
-from tests.layers import DEADLINE, outcome_of, together, until_others_wait, values
+from tests.layers import outcome_of, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 3])
@@ -472,32 +472,41 @@ def test_group_of_another_copy_is_refused_at_once():
         model(lambda group, x: group.barrier(), torch.ones(2))
 
 
-def test_group_can_be_used_by_a_thread_that_a_replica_has_started():
-    def member(group: Group) -> Tensor:
-        (total,) = values(together(lambda: group.all_reduce(torch.ones(1))))
-        return total
+@pytest.mark.parametrize("call", ["collective", "pipe", "layer"])
+def test_a_replica_calls_in_its_own_thread(call):
+    """The others are told at once, with the error that names the remedy as its cause."""
 
-    assert in_replicas(member, [()] * 3) == [torch.full((1,), 3.0)] * 3
+    class Calls(ReplicaAware, nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.master = SynchronizedBatchNorm1d(2), SyncMaster(list)
+
+        def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+            super().__data_parallel_replicate__(ctx, copy_id)
+            if copy_id == 0:
+                ctx.master, self.run = self.master, self.master.run_master
+            else:
+                self.run = ctx.master.register_slave(copy_id).run_slave
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls = {"collective": lambda: self.group.all_reduce(x), "pipe": lambda: self.run(x)}
+            work = calls.get(call, lambda: self.norm(x))
+            return values(together(work))[0] if self.group.rank == 1 else work()
+
+    with pytest.raises(ReplicationError, match="call it in the replica's own thread") as caught:
+        DataParallel(Calls(), several(3))(torch.randn(6, 2))
+    assert type(caught.value) is ReplicationError
 
 
-@pytest.mark.parametrize("twice", [0, 1])
-def test_second_thread_of_a_member_that_waits_is_refused_at_once(twice):
-    refused: queue.Queue[str] = queue.Queue()
+def test_collectives_in_a_backward_inside_the_forward_are_refused():
+    """On a GPU its hooks run in a thread of torch, which would wait for ever."""
 
     def member(group: Group, x: Tensor) -> Tensor:
-        def call() -> Tensor | None:
-            try:
-                return group.all_reduce(x)
-            except ReplicationError as error:
-                refused.put(str(error))
-                return None
+        assert not group.recomputes
+        leaf = x.detach().requires_grad_()
+        leaf.register_hook(lambda grad: group.all_reduce(grad))
+        return torch.autograd.grad(leaf.square().sum(), leaf)[0]
 
-        if group.rank == 2:  # the others get no answer before the second thread is refused
-            text = refused.get(timeout=DEADLINE)
-            assert f"replica {twice} calls it in several threads at a time" in text
-        if group.rank != twice:
-            return group.all_reduce(x)
-        first, second = values(together(call, call))
-        return first if second is None else second
-
-    assert in_replicas(member, [(torch.ones(1),)] * 3) == [torch.full((1,), 3.0)] * 3
+    text = "in a backward inside that forward; call it in the replica's own thread"
+    with pytest.raises(ReplicationError, match=text):
+        in_replicas(member, [(torch.ones(2),)] * 3)

@@ -3,7 +3,7 @@
     python -m benchmarks.launches
 
 No accelerator is needed: the CPU and the meta device stand in for two of them, and
-`benchmarks.fused` for the kernels that they lack. A copy to the host from the device that the CPU
+`tests.fused` for the kernels that they lack. A copy to the host from the device that the CPU
 stands in for is the only thing that remains unseen.
 """
 
@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks import fused
 from benchmarks.measuring import line
 from replication import execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm2d, convert_model
 from syncbn.kernels import Kernels
+from tests import fused
 
 #: Of processes or replicas.
 NUMBERS = (2, 4, 16)

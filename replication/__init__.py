@@ -20,11 +20,11 @@ from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import CallbackContext, ReplicaGroup
 from replication.join import JoinableStep
+from replication.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.steps.gather import gather
 from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter, scatter_kwargs
-from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
 from replication.verify import Difference, Verification, verify, verify_ranks
 from replication.version import __version__ as __version__
 from replication.warning import UnsynchronizedWarning

@@ -14,7 +14,7 @@ from torch import nn
 from replication.callbacks import execute_replication_callbacks, patch_replication_callback
 from replication.data_parallel import DataParallelWithCallback
 from replication.groups.replicas import CallbackContext
-from replication.sync.pipes import FutureResult, SlavePipe, SyncMaster
+from replication.pipes import FutureResult, SlavePipe, SyncMaster
 from syncbn.batchnorm import SynchronizedBatchNorm, set_sbn_eps_mode
 from syncbn.conversion import convert_model
 from syncbn.kinds import LAYERS, PLAIN_CLASS_OF

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import fused as stand_ins
 from syncbn import replicas
 from tests import (
     accelerator,
     properties,  # noqa: F401  # loads the profile of Hypothesis
 )
+from tests import fused as stand_ins
 from tests.deadlines import TEST_STALLED, Deadline, is_idle, soon
 
 collect_ignore = ["programs"]  # they would run when doctests are looked for

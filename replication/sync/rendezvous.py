@@ -251,8 +251,8 @@ class Round:
 class Exchange:
     """The calls that some replicas of one forward make together, one after the other.
 
-    Keeps no reference to its rendezvous. The channels of a forward are exchanges that are kept as
-    long as its rendezvous, which would then be as long as the program runs (see `pipes`).
+    Keeps no reference to its rendezvous, which keeps the exchanges of pipes: a cycle would keep
+    the forward until the next garbage collection.
 
     Args:
         path: The name of the calls in messages.

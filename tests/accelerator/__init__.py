@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from benchmarks import fused
 from replication._torch import has_kernels
 from syncbn import channels
+from tests import fused
 
 #: The type of the devices.
 NAME = "sim"

@@ -18,6 +18,7 @@ from replication import _torch as torch_internals
 
 #: Of the packages that are tested, wherever they are installed.
 ROOT = Path(torch_internals.__file__).resolve().parent.parent
+TESTS = Path(__file__).parent.parent
 PACKAGES = ("replication", "syncbn")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -35,7 +36,7 @@ ORDER = [
     ["sync"],
     ["steps"],
     ["groups"],
-    ["callbacks", "functional", "join"],
+    ["callbacks", "functional", "join", "pipes"],
     ["data_parallel"],
     ["criterion"],
     ["verify"],
@@ -100,6 +101,16 @@ def test_numeric_modules_import_no_replicas():
         lambda name: [i for i in foreign(name) if i not in numeric and i.split(".")[0] != "torch"],
         numeric[:2],
     )
+
+
+def test_the_kit_of_the_tests_imports_no_benchmark():
+    kit = [path for path in TESTS.rglob("*.py") if not path.name.startswith("test_")]
+    trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in kit}
+    assert {
+        name: found
+        for name, tree in trees.items()
+        if (found := [i for i in imports(tree) if i.split(".")[0] == "benchmarks"])
+    } == {}
 
 
 def test_nothing_but_torch_is_needed():

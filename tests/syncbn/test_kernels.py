@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import fused as contract
 from syncbn import SynchronizedBatchNorm2d, kernels
 from syncbn.channels import in_format_of
 from syncbn.kernels import ON_CPU, kernels_for
 from syncbn.statistics import moments
+from tests import fused as contract
 from tests.layouts import LAYOUTS, batch_of, channels_last
 from tests.pairwise import pairwise
 from tests.sharded import run_sharded

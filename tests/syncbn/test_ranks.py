@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import fused
 from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from syncbn.kernels import Kernels, kernels_for
-from tests import oracle
+from tests import fused, oracle
 from tests.layers import Recomputed, Stop, outcome_of
 from tests.ranks import needs_gloo, recorded_collectives, run_ranks
 from tests.sharded import assert_reads_no_value, randomized

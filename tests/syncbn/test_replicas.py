@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks import fused as stand_ins
 from replication import DataParallel, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, replicas
 from syncbn.kernels import ON_CPU, Kernels
 from syncbn.replicas import LARGEST_JOINED, _gradients
 from syncbn.statistics import KernelMoments
+from tests import fused as stand_ins
 from tests import oracle
 from tests.deadlines import DEADLINE, soon
 from tests.layers import KNOWS_HOOKS, Recomputed, Stop, freed, knows_hooks, no_garbage_collection

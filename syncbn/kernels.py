@@ -18,8 +18,11 @@ x * scale + (shift - mean * scale), which loses digits if a mean is large compar
 standard deviation. Such means stay in float64, so that their merge loses nothing, and the kernels
 that get one subtract it from x first. Otherwise vectors of length C are in the accumulation dtype.
 
-The methods of `Kernels` call them with what they take: kernels of accelerators refuse an empty
-shard, and some buffers.
+They refuse what CUDA's kernels refuse, and return what those return, so that a call that fails on
+a GPU fails on the CPU as well. There are two differences: vectors may be in float64 where CUDA's
+are in the accumulation dtype, and an empty shard is refused in every layout.
+
+The methods of `Kernels` call them with what they take.
 """
 
 from __future__ import annotations
@@ -62,10 +65,11 @@ class Kernels(NamedTuple):
     def measure(self, x: Tensor, eps: float) -> KernelMoments:
         """Returns the moments of a shard."""
         n = values_per_channel(x)
-        if n or self.are_on_host:
+        if n:
             mean, inverse = self.stats(x, eps)
         else:
-            mean = x.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
+            dtype = torch.float64 if self.are_on_host else accumulation_dtype(x.dtype)
+            mean = x.new_zeros(x.size(1), dtype=dtype)
             inverse = torch.full_like(mean, eps**-0.5)
         return KernelMoments(n, mean, inverse, eps)
 
@@ -114,10 +118,12 @@ class Kernels(NamedTuple):
         if not x.numel():
             zeros = batch.mean.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
             return zeros, zeros, weight if weight is None else zeros, zeros
-        args = dy, x, batch.mean, batch.inverse, weight, True, True, True
+        # Without a weight, kernels refuse to compute the gradients of parameters, or return empty
+        # tensors, by the layout of x.
+        has_weight = weight is not None
+        args = dy, x, batch.mean, batch.inverse, weight, True, has_weight, has_weight
         sum_dy, sum_dy_xmu, dweight, dbias = self.backward_reduce(*args)
-        # Only beside a weight does the kernel compute the gradient of a bias.
-        return sum_dy, sum_dy_xmu, dweight, sum_dy if dbias is None else dbias
+        return (sum_dy, sum_dy_xmu, *((dweight, dbias) if has_weight else (None, sum_dy)))
 
     def gradient(
         self,
@@ -141,6 +147,7 @@ class Kernels(NamedTuple):
 
 def batch_norm_stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Computes mean and ``1 / sqrt(var + eps)`` of each channel, ``(C,)`` in float64."""
+    _check_shard("batch_norm_stats", input)
     mean, var = moments(input)
     return mean, (var + eps).rsqrt_()
 
@@ -157,12 +164,18 @@ def batch_norm_gather_stats_with_counts(
 ) -> tuple[Tensor, Tensor]:
     """Merges the moments of k shards, ``(k, C)`` each, and updates the buffers.
 
-    ``counts``, ``(k,)``, are positive. Only the dtype of ``input`` matters.
+    ``counts``, ``(k,)``, are positive, in the dtype of the buffers. Of ``input`` only the dtype
+    matters.
     """
+    dtype = input.dtype if running_mean is None else running_mean.dtype
+    name, acc = "batch_norm_gather_stats_with_counts", accumulation_dtype(dtype)
+    _check_vectors(name, mean.shape[-1:], (dtype,), running_mean, running_var)
+    _check_vectors(name, (len(counts), mean.size(-1)), (acc, torch.float64), mean, invstd)
+    _check_vectors(name, mean.shape[:1], (dtype, torch.float64), counts)
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979.
     n = sum(counts.tolist())
-    share = counts / n
+    share = in_dtype(counts, mean.dtype) / n
     if input.dtype == torch.float64:
         # About one of the means, so that equal means give the same mean, to the last digit. Inputs
         # of other dtypes have fewer digits than the means.
@@ -195,7 +208,15 @@ def batch_norm_elemt(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Computes ``(input - mean) * invstd * weight + bias``. ``eps`` is not used."""
+    """Computes ``(input - mean) * invstd * weight + bias``. ``eps`` is not used.
+
+    Weight and bias are of one dtype: that of the input, or its accumulation dtype.
+    """
+    name, acc = "batch_norm_elemt", _check_shard("batch_norm_elemt", input)
+    of_weight = (acc, input.dtype) if weight is None else (weight.dtype,)
+    _check_vectors(name, input.shape[1:2], (acc, input.dtype), weight)
+    _check_vectors(name, input.shape[1:2], of_weight, bias)
+    _check_vectors(name, input.shape[1:2], (acc, torch.float64), mean, invstd)
     scale = invstd if weight is None else invstd * weight
     return _affine(input, mean, scale, bias, out)
 
@@ -212,10 +233,19 @@ def batch_norm_backward_reduce(
 ) -> tuple[Tensor | None, ...]:
     """Sums ``grad_out`` and ``grad_out * (input - mean)``.
 
-    Then come the gradients of weight and bias, None without a weight. The last three arguments,
-    what to compute, are always true here.
+    Then come the gradients of weight and bias. What the last three arguments ask for, the two
+    sums and these gradients, is returned, and None for the rest. In channels_last, though, CUDA's
+    kernel does not look at them: it returns all four, the gradients empty without a weight.
     """
-    center = in_dtype(mean, accumulation_dtype(input.dtype))
+    name, acc = "batch_norm_backward_reduce", _check_shard("batch_norm_backward_reduce", input)
+    _check_vectors(name, input.shape, (input.dtype,), grad_out)
+    _check_vectors(name, input.shape[1:2], (acc, torch.float64), mean, invstd)
+    _check_vectors(name, input.shape[1:2], (acc, input.dtype), weight)
+    if _is_channels_last(grad_out) and _is_channels_last(input):
+        input_g = weight_g = bias_g = True
+    elif weight is None and (weight_g or bias_g):
+        raise RuntimeError(f"{name} computes no gradient of a parameter without a weight")
+    center = in_dtype(mean, acc)
     one, mask = torch.ones_like(center), [False, True, True]
     if input.dtype in HALF:  # with other strides torch would round each product
         input = in_format_of(input, input)
@@ -223,10 +253,12 @@ def batch_norm_backward_reduce(
     _, sum_dy_xmu, sum_dy = torch.ops.aten.native_batch_norm_backward(*args)
     if mean.dtype == torch.float64:
         sum_dy_xmu = sum_dy_xmu - (mean - center) * sum_dy
+    sums = (sum_dy, sum_dy_xmu) if input_g else (None, None)
     if weight is None:
-        return sum_dy, sum_dy_xmu, None, None
-    dweight, dbias = in_dtype(sum_dy_xmu * invstd, weight.dtype), in_dtype(sum_dy, weight.dtype)
-    return sum_dy, sum_dy_xmu, dweight, dbias
+        none = center.new_empty(0) if weight_g else None
+        return *sums, none, none
+    dweight = in_dtype(sum_dy_xmu * invstd, weight.dtype) if weight_g else None
+    return *sums, dweight, in_dtype(sum_dy, weight.dtype) if bias_g else None
 
 
 def batch_norm_backward_elemt(
@@ -239,8 +271,17 @@ def batch_norm_backward_elemt(
     sum_dy_xmu: Tensor,
     count: Tensor,
 ) -> Tensor:
-    """Computes the gradient of a shard, given the sums and the counts of all shards."""
-    dtype = accumulation_dtype(input.dtype)
+    """Computes the gradient of a shard, given the sums and the counts of all shards, in int32.
+
+    The weight is in the accumulation dtype; in channels_last that of the input will do as well.
+    """
+    name, dtype = "batch_norm_backward_elemt", _check_shard("batch_norm_backward_elemt", input)
+    is_last = _is_channels_last(grad_out) and _is_channels_last(input)
+    _check_vectors(name, input.shape, (input.dtype,), grad_out)
+    _check_vectors(name, input.shape[1:2], (dtype, input.dtype if is_last else dtype), weight)
+    of_vectors = dtype, torch.float64
+    _check_vectors(name, input.shape[1:2], of_vectors, mean, invstd, sum_dy, sum_dy_xmu)
+    _check_vectors(name, count.shape, (torch.int32,), count)
     scale = invstd if weight is None else invstd * weight
     n = -(count.item() if count.numel() == 1 else count.sum().item())
     # In this order, so that a channel without variance does not leave the range of float32.
@@ -249,6 +290,37 @@ def batch_norm_backward_elemt(
     dx = _affine(in_dtype(input, dtype), mean, slope, shift)
     dx.addcmul_(in_dtype(grad_out, dtype), per_channel(scale, dx))
     return in_dtype(dx, input.dtype)
+
+
+# -- what CUDA's kernels refuse ----------------------------------------------------------------
+
+
+def _check_shard(name: str, x: Tensor) -> torch.dtype:
+    """Returns the accumulation dtype of a shard that a kernel takes, and raises on others."""
+    if not x.dtype.is_floating_point:
+        raise NotImplementedError(f"{name} is not implemented for {x.dtype}")
+    if not x.numel():
+        raise RuntimeError(f"{name} takes no empty tensor (got {tuple(x.shape)})")
+    return accumulation_dtype(x.dtype)
+
+
+def _check_vectors(
+    name: str, shape: Sequence[int], dtypes: Sequence[torch.dtype], *vectors: Tensor | None
+) -> None:
+    for vector in vectors:
+        if vector is not None and (vector.dtype not in dtypes or vector.shape != shape):
+            raise RuntimeError(
+                f"{name} expected a tensor {tuple(shape)} in {' or '.join(map(str, dtypes))} (got "
+                f"{tuple(vector.shape)} in {vector.dtype})"
+            )
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether CUDA has other kernels for a tensor: in channels_last, or ``(N, C)``."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is not None and x.is_contiguous(memory_format=last):
+        return True
+    return x.is_contiguous() and x.stride(1) == 1
 
 
 ON_CPU = Kernels(

@@ -1,14 +1,16 @@
 """The contract of the kernels of `torch.nn.SyncBatchNorm`, computed in float64 on any device.
 
-They stand in for the kernels of accelerators where there are none, and check what callers must not
-do.
+They stand in for the kernels of accelerators where there are none, and then refuse what those of
+CUDA refuse (see `refusing`).
 `syncbn.kernels` has fast ones for the CPU. Tests compare both with these, and these with those of
 CUDA where there is a GPU.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -59,10 +61,16 @@ def batch_norm_backward_reduce(
     dims = reduced_dims(x)
     along_x = (dy.double() * (x.double() - shaped(mean, x, 0))).sum(dims)
     plain = dy.double().sum(dims)
+    if is_channels_last(dy) and is_channels_last(x):  # where CUDA does not look at what is wanted
+        wants_sums = wants_dweight = wants_dbias = True
+    elif weight is None and (wants_dweight or wants_dbias):
+        raise RuntimeError("tensor does not have a device")
     sums = (plain.to(mean), along_x.to(mean)) if wants_sums else (None, None)
-    # Only with a weight does the kernel compute the gradients of parameters.
-    dweight = (along_x * inverse).to(weight) if weight is not None and wants_dweight else None
-    return *sums, dweight, plain.to(weight) if weight is not None and wants_dbias else None
+    if weight is None:
+        dweight = dbias = mean.new_empty(0)
+    else:
+        dweight, dbias = (along_x * inverse).to(weight), plain.to(weight)
+    return *sums, dweight if wants_dweight else None, dbias if wants_dbias else None
 
 
 def batch_norm_backward_elemt(
@@ -76,7 +84,6 @@ def batch_norm_backward_elemt(
     count: Tensor,
 ) -> Tensor:
     assert dy.is_contiguous(memory_format=memory_format(x))
-    assert count.dtype == torch.int32
     total = count.sum()
     s = shaped(inverse, x, 0)
     centered = x.double() - shaped(mean, x, 0)
@@ -96,7 +103,6 @@ def batch_norm_gather_stats_with_counts(
     eps: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    assert counts.dtype == means.dtype == like.dtype
     assert counts.is_meta or (counts > 0).all()
     n, variances = counts.double()[:, None], inverses.double() ** -2 - eps
     total = n.sum()
@@ -104,18 +110,83 @@ def batch_norm_gather_stats_with_counts(
     var = (n * (variances + (means.double() - mean) ** 2)).sum(0) / total
     for running, new in ((running_mean, mean), (running_var, var * total / (total - 1))):
         if running is not None:
-            assert running.dtype == like.dtype
             running.copy_((1 - momentum) * running.double() + momentum * new)
-    return mean.to(like), (var + eps).rsqrt().to(like)
+    return mean.to(means), (var + eps).rsqrt().to(means)
+
+
+# -- what CUDA refuses -------------------------------------------------------------------------
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether CUDA has other kernels for a tensor than for contiguous ones: also for (N, C)."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is not None and x.is_contiguous(memory_format=last):
+        return True
+    return x.is_contiguous() and x.stride(1) == 1
+
+
+def refusing(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a kernel that takes the dtypes and shapes that CUDA takes, by names of arguments."""
+    signature = inspect.signature(kernel)
+    check = check_merge if "counts" in signature.parameters else check_shard
+
+    @wraps(kernel)
+    def checked(*args: Any) -> Any:
+        check(**signature.bind(*args).arguments)
+        return kernel(*args)
+
+    return checked
+
+
+def check_shard(x: Tensor, **others: Any) -> None:
+    dtype, shape = accumulation_dtype(x.dtype), (x.size(1),)
+    assert x.is_floating_point()
+    assert x.numel()  # no valid launch configuration
+    tensors = {name: t for name, t in others.items() if isinstance(t, Tensor)}
+    if "dy" in tensors:
+        dy = tensors.pop("dy")
+        assert (dy.dtype, dy.shape) == (x.dtype, x.shape)
+    if "count" in tensors:
+        assert tensors.pop("count").dtype == torch.int32
+        may_be_half = is_channels_last(x) and is_channels_last(dy)
+    else:
+        may_be_half = True
+    parameters = [tensors.pop(name) for name in ("weight", "bias") if name in tensors]
+    dtypes = {p.dtype for p in parameters}
+    assert dtypes in (set(), {dtype}, {x.dtype if may_be_half else dtype})
+    assert all(t.shape == shape for t in (*parameters, *tensors.values()))
+    assert all(t.dtype == dtype for t in tensors.values())
+
+
+def check_merge(
+    like: Tensor,
+    means: Tensor,
+    inverses: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    counts: Tensor,
+    **others: Any,
+) -> None:
+    dtype = like.dtype if running_mean is None else running_mean.dtype
+    buffers = [t for t in (running_mean, running_var) if t is not None]
+    assert {t.dtype for t in (counts, *buffers)} == {dtype}
+    assert means.dtype == inverses.dtype == accumulation_dtype(dtype)
+    assert means.shape == inverses.shape == (len(counts), means.size(-1))
+    assert all(t.shape == means.shape[1:] for t in buffers)
 
 
 #: As `syncbn.kernels` has them.
 AS_ON_ACCELERATORS = Kernels(
-    batch_norm_stats,
-    batch_norm_gather_stats_with_counts,
-    batch_norm_elemt,
-    batch_norm_backward_reduce,
-    batch_norm_backward_elemt,
+    *map(
+        refusing,
+        (
+            batch_norm_stats,
+            batch_norm_gather_stats_with_counts,
+            batch_norm_elemt,
+            batch_norm_backward_reduce,
+            batch_norm_backward_elemt,
+        ),
+    )
 )
 
 #: By the name of the function of torch.

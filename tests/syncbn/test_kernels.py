@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -41,9 +42,9 @@ def same(got: Any, expected: Any, dtype: torch.dtype) -> None:
 def test_passes_over_a_shard_are_those_of_the_contract(layout, dtype, mean, affine):
     x = LAYOUTS[layout](batch_of((4, 5, 6, 7), mean, dtype=dtype))
     dy = in_format_of(torch.randn(4, 5, 6, 7).to(dtype), x)
-    weight, bias = torch.randn(2, 5) if affine else (None, None)
-    own = ON_CPU.stats(x, EPS)
     accumulates = torch.float64 if dtype == torch.float64 else torch.float32
+    weight, bias = torch.randn(2, 5, dtype=accumulates) if affine else (None, None)
+    own = ON_CPU.stats(x, EPS)
     rows = [vector[None] for vector in own]
     of_batch = ON_CPU.gather_stats(x, *rows, None, None, 0.1, EPS, torch.ones(1).double())
     assert of_batch[0].dtype == (torch.float64 if mean else accumulates)
@@ -53,7 +54,7 @@ def test_passes_over_a_shard_are_those_of_the_contract(layout, dtype, mean, affi
     given = torch.full_like(x, 7.0)
     assert ON_CPU.elemt(x, weight, bias, *of_batch, EPS, out=given) is given
     assert torch.equal(given, y)
-    args = dy, x, *of_batch, weight, True, True, True
+    args = dy, x, *of_batch, weight, True, affine, affine
     sums = ON_CPU.backward_reduce(*args)
     exact = contract.batch_norm_backward_reduce(*args)
     same(sums, exact, torch.float32)
@@ -215,3 +216,117 @@ def test_an_empty_shard_has_no_weight_at_large_means():
     layer = SynchronizedBatchNorm2d(2, momentum=1.0)
     two_shards(layer, torch.full((2, 2, 3, 4), 1.1e13), torch.zeros(0, 2, 3, 4))
     assert layer.running_var.tolist() == [0, 0]
+
+
+# -- what CUDA's kernels refuse ----------------------------------------------------------------
+
+#: Shapes and layouts for which CUDA has one kind of kernels or the other.
+SHARDS = {
+    "contiguous": torch.randn(4, 5, 3, 3),
+    "channels_last": torch.randn(4, 5, 3, 3).contiguous(memory_format=torch.channels_last),
+    "features": torch.randn(4, 5),
+    "one value each": torch.randn(4, 5, 1, 1),
+    "one channel": torch.randn(4, 1, 3, 3),
+    "rows": torch.randn(4, 5, 3),
+}
+
+
+def described(call: Any) -> list[Any] | str:
+    """Shapes and dtypes of what a kernel returns, or that it refuses."""
+    try:
+        result = call()
+    except (RuntimeError, NotImplementedError, AssertionError):
+        return "refused"
+    results = result if isinstance(result, tuple) else (result,)
+    return [None if t is None else (tuple(t.shape), t.dtype) for t in results]
+
+
+def both(index: int, *args: Any) -> list[Any] | str:
+    """What the kernel of the CPU does with arguments, which is what the stand-in does."""
+    ours, theirs = (described(lambda k=k: k[index](*args)) for k in (ON_CPU, STAND_IN))
+    assert ours == theirs
+    return ours
+
+
+STAND_IN = contract.AS_ON_ACCELERATORS
+
+
+@pytest.mark.parametrize("wants", list(itertools.product((True, False), repeat=3)), ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", SHARDS)
+def test_what_is_asked_of_a_sum_is_returned_refused_or_ignored_as_by_cuda(layout, dtype, wants):
+    x = SHARDS[layout].half()
+    vector = torch.ones(x.size(1))
+    weight = None if dtype is None else vector.to(dtype)
+    found = both(3, x, x, vector, vector, weight, *wants)
+    shape = tuple(vector.shape)
+    sums = [(shape, torch.float32)] * 2
+    if layout in ("contiguous", "rows"):
+        if weight is None and (wants[1] or wants[2]):
+            assert found == "refused"
+            return
+        expected = [s if wants[0] else None for s in sums]
+        expected += [(shape, dtype) if wanted else None for wanted in wants[1:]]
+    else:
+        gradient = ((0,), torch.float32) if weight is None else (shape, dtype)
+        expected = [*sums, gradient, gradient]
+    assert found == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("layout", SHARDS)
+def test_parameters_are_taken_in_the_dtypes_that_cuda_takes(layout, dtype):
+    x = SHARDS[layout].half()
+    vector, one = torch.ones(x.size(1)), torch.ones(1, dtype=torch.int32)
+    given = vector.to(dtype)
+    y = [(tuple(x.shape), torch.float16)]
+    taken = "refused" if dtype == torch.float64 else y
+    for weight, bias in ((given, given), (given, None), (None, given)):
+        assert both(2, x, weight, bias, vector, vector, EPS) == taken
+    assert both(2, x, vector, given, vector, vector, EPS) == (
+        y if dtype == vector.dtype else "refused"
+    )
+    if layout in ("contiguous", "rows") and dtype == torch.float16:
+        taken = "refused"
+    assert both(4, x, x, vector, vector, given, vector, vector, one) == taken
+
+
+BAD_SHARDS: dict[str, Any] = {
+    "short mean": lambda k, x, v: k.elemt(x, None, None, v[1:], v, EPS),
+    "half mean": lambda k, x, v: k.elemt(x, None, None, v.half(), v.half(), EPS),
+    "short weight": lambda k, x, v: k.elemt(x, v[1:], None, v, v, EPS),
+    "half weight": lambda k, x, v: k.elemt(x, v.half(), None, v, v, EPS),
+    "no values": lambda k, x, v: k.elemt(x[:0], None, None, v, v, EPS),
+    "no values to measure": lambda k, x, v: k.stats(x[:0], EPS),
+    "integers": lambda k, x, v: k.stats(x.int(), EPS),
+    "short dy": lambda k, x, v: k.backward_reduce(x[1:], x, v, v, None, True, False, False),
+    "half dy": lambda k, x, v: k.backward_reduce(x.half(), x, v, v, None, True, False, False),
+    "long sums": lambda k, x, v: k.backward_elemt(x, x, v, v, None, v.repeat(2), v, ONE),
+    "long counts": lambda k, x, v: k.backward_elemt(x, x, v, v, None, v, v, ONE.long()),
+    "counts in float": lambda k, x, v: k.backward_elemt(x, x, v, v, None, v, v, ONE.float()),
+}
+ONE = torch.ones(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("case", BAD_SHARDS)
+@pytest.mark.parametrize("layout", SHARDS)
+def test_a_shard_that_cuda_refuses_is_refused(layout, case):
+    x = SHARDS[layout]
+    for kernels_of in (ON_CPU, STAND_IN):
+        assert described(lambda k=kernels_of: BAD_SHARDS[case](k, x, torch.ones(x.size(1)))) == (
+            "refused"
+        )
+
+
+@pytest.mark.parametrize("counts", [torch.float16, torch.float32, torch.int32], ids=str)
+@pytest.mark.parametrize("buffers", [None, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("like", [torch.float16, torch.float32], ids=str)
+def test_counts_are_in_the_dtype_of_the_buffers(like, buffers, counts):
+    rows, given = torch.ones(2, 5), torch.full((2,), 4.0).to(counts)
+    x = torch.ones(1, 5, dtype=like)
+    running = None if buffers is None else torch.ones(5, dtype=buffers)
+    merged = [((5,), torch.float32)] * 2
+    found = both(1, x, rows, rows, running, running, 0.1, EPS, given)
+    assert found == (merged if counts == (buffers or like) else "refused")
+    for args in ((rows[0], rows[0]), (rows, rows[:1]), (rows.half(),) * 2):
+        assert both(1, x, *args, None, None, 0.1, EPS, torch.ones(2, dtype=like)) == "refused"

@@ -226,14 +226,15 @@ class NormalizeReplicas(Function):
         used = [dy for dy in dys if dy is not None]
         if not used:  # the engine cannot know that no gradient comes
             return (None,) * (4 + k)
-        xs = [
-            x if holder is None else holder.saved_tensors[0]
-            for x, holder in zip(saved[:k], ctx.holders, strict=True)
-        ]
         for dy in used:
             if dy.device in ctx.streams:
                 record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
         with use_streams(ctx.streams):
+            # Here, because a checkpoint computes what it unpacks.
+            xs = [
+                x if holder is None else holder.saved_tensors[0]
+                for x, holder in zip(saved[:k], ctx.holders, strict=True)
+            ]
             pairs = zip(dys, xs, strict=True)
             all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
             if torch.is_grad_enabled():  # the gradients need derivatives

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, ReplicasDiverged, Scattered
 from syncbn import SynchronizedBatchNorm2d, channels, convert_model
@@ -177,6 +178,32 @@ def test_streams_of_the_callers_are_in_order(devices, layers, create_graph, way)
                     dx.sin().sum().backward()
                 del x, y, dx
     assert accelerator.findings() == []
+
+
+class Checkpointed(nn.Sequential):
+    """Recomputes in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@every_list_of_accelerators
+def test_recomputations_are_in_order_with_the_streams_of_the_forward(devices):
+    """Those that begin when the node of a later layer unpacks its input, on any device."""
+    plain = nn.Sequential(*[randomized(nn.BatchNorm2d(3)).double() for _ in range(3)]).cpu()
+    x, dy = torch.randn(2, 8, 3, 4, 4, dtype=torch.float64, device="cpu")
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(leaf), leaf, dy)
+    with streams_of_the_callers(ACCELERATORS):
+        layers = convert_model(copy.deepcopy(plain))
+        model = DataParallel(Checkpointed(*layers).to(devices[0]), devices)
+        leaf, upstream = x.to(devices[0]).requires_grad_(), dy.to(devices[0])
+        if has_simulated():
+            accelerator.findings()
+        (dx,) = torch.autograd.grad(model(leaf), leaf, upstream)
+        torch.testing.assert_close(dx.cpu(), expected)
+    if has_simulated():
+        assert accelerator.findings() == []
 
 
 @on_simulated

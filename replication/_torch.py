@@ -115,10 +115,12 @@ def gathered(tensor: Tensor, process_group: Any) -> Tensor:
         tensor, rows = torch.view_as_real(tensor), torch.view_as_real(result)
     if tensor.numel():
         options = _options("AllgatherOptions")
-        if tensor.is_cpu:  # older releases of gloo have no `_allgather_base`
+        if tensor.is_cpu:  # gloo's `_allgather_base` does the same, and takes longer
             work = process_group.allgather([[*rows.unbind()]], [tensor], options)
-        else:  # a list of rows would be copied row by row
-            work = process_group._allgather_base(rows, tensor, options)
+        else:
+            # A list of rows would be copied row by row. Flat, because gloo, which takes tensors of
+            # GPUs as well, compares the shapes.
+            work = process_group._allgather_base(rows.view(-1), tensor.view(-1), options)
         if work is not None:
             work.wait()
     return result
@@ -130,6 +132,15 @@ def all_reduce_in_place(tensor: Tensor, process_group: Any) -> None:
     work = process_group.allreduce([real], _options("AllreduceOptions"))
     if work is not None:
         work.wait()
+
+
+def wait_for_all(process_group: Any) -> None:
+    """Returns when all ranks have called it."""
+    # Not by `torch.distributed.barrier`: NCCL then takes the GPU that has the rank's number, which
+    # may be another one than the rank's.
+    vector = torch.zeros(1, device=device_of_group(process_group))
+    all_reduce_in_place(vector, process_group)
+    vector.item()  # on an accelerator, the host does not wait before
 
 
 #: Up to this many ranks and bytes per rank, gathering a vector is faster than reducing it.

@@ -46,6 +46,7 @@ from replication._torch import (
     is_profiling,
     named_range,
     uncompiled,
+    wait_for_all,
 )
 from replication.devices import current_stream, use_device
 from replication.errors import ReplicationError, add_note
@@ -260,7 +261,7 @@ class ProcessGroup(Group):
     @uncompiled
     def barrier(self) -> None:
         with Collective(self, Signature("barrier")) as call:
-            distributed.barrier(call.process_group)
+            wait_for_all(call.process_group)
 
     @uncompiled
     def all_gather_object(self, obj: T) -> tuple[T, ...]:

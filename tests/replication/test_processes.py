@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import traceback
 import warnings
 import weakref
@@ -25,7 +26,7 @@ from replication import (
     ReplicationError,
     SoloGroup,
 )
-from replication._torch import timeout_of
+from replication._torch import gathered, timeout_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from tests.collective_cases import CASES, EACH, OPS, derivatives, leaves, upstream
 from tests.layers import outcome_of
@@ -139,7 +140,7 @@ def each_call_is_one_collective_but_all_gather_which_exchanges_shapes(rank: int)
         (lambda: group.all_reduce(x, "max"), ["all_gather"]),
         (lambda: group.broadcast(x), ["broadcast"]),
         (lambda: group.reduce_scatter([x, x]), ["all_to_all_single"]),
-        (group.barrier, ["barrier"]),
+        (group.barrier, ["all_reduce"]),
         (lambda: group.all_gather(x), ["all_gather", "all_gather"]),
         (lambda: group.all_gather(x[:0]), ["all_gather", "all_gather"]),  # the second of nothing
         (lambda: group.reduce_scatter([x[:0], x[:0]]), []),
@@ -326,6 +327,40 @@ def layer_that_one_rank_runs_alone_leaves_the_others_in_peace(rank: int) -> None
     assert everyone.all_gather_object(rank) == (0, 1)
 
 
+class OverGloo:
+    """A group of one rank whose tensors are not on the CPU: gloo gets others of their shapes."""
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+
+    def size(self) -> int:
+        return 1
+
+    def _allgather_base(self, rows: Tensor, tensor: Tensor, options: Any) -> Any:
+        there = [torch.zeros(t.shape, dtype=t.dtype) for t in (rows, tensor)]
+        return self.process_group._allgather_base(*there, options)
+
+
+def gloo_takes_tensors_of_gpus_of_any_shape(rank: int) -> None:
+    group = OverGloo(distributed.new_group([rank], use_local_synchronization=True))
+    for shape in ((33,), (), (2, 3), (0, 3)):
+        for dtype in (torch.float32, torch.complex64):
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            assert gathered(tensor, group).shape == (1, *shape)
+
+
+def a_barrier_does_not_guess_the_device_of_the_rank(rank: int) -> None:
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
+        raise RuntimeError(f"barrier guesses GPU {rank}")  # of which NCCL warns
+
+    with mock.patch.object(distributed, "barrier", barrier):
+        start = time.monotonic()
+        if rank:
+            time.sleep(0.3)
+        ProcessGroup().barrier()
+        assert time.monotonic() - start > 0.2
+
+
 CHECKS = [
     dtype_stays, empty_tensors_are_gathered_and_scattered, long_tensors_are_gathered,
     strides_do_not_matter, numbers_of_odd_kinds,
@@ -339,7 +374,8 @@ CHECKS = [
     ranks_that_have_caught_an_error_go_on_together, all_calls_are_compared,
     backwards_are_compared_and_named_after_their_calls, groups_of_some_processes,
     copies_go_on_with_the_others, layer_that_one_rank_runs_alone_leaves_the_others_in_peace,
-    aware_layer_finds_the_processes,
+    aware_layer_finds_the_processes, gloo_takes_tensors_of_gpus_of_any_shape,
+    a_barrier_does_not_guess_the_device_of_the_rank,
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from replication._torch import current_backward
 from replication.devices import DeviceLike, device_of, parse_devices
-from replication.errors import add_note, path_or_root
+from replication.errors import add_note
 from replication.groups.replicas import CallbackContext
 from replication.modules import paired, with_class
 from replication.steps.parallel_apply import parallel_apply
@@ -34,6 +34,7 @@ from replication.sync.lifecycle import (
     rendezvous_of,
     this_thread,
 )
+from replication.texts import path_or_root
 
 __all__ = [
     "PatchHandle",

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from replication.checks import check_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike
-from replication.errors import check_module
 from replication.groups.base import describe_argument
 
 __all__ = ["DataParallelCriterion"]

@@ -10,9 +10,9 @@ from torch import nn
 
 from replication._torch import check_balance, is_exporting, named_range, uncompiled
 from replication.callbacks import CALLBACK, execute_replication_callbacks, with_callbacks
+from replication.checks import check_list, check_module, checked_names, is_int
 from replication.containers import Scattered
 from replication.devices import DeviceLike, default_devices, parse_device, parse_devices
-from replication.errors import check_list, check_module, checked_names, first_of, is_int
 from replication.groups.registry import has_other_processes
 from replication.modules import layers_of, with_class
 from replication.steps.gather import gather, join_leaves
@@ -20,6 +20,7 @@ from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter_kwargs
 from replication.sync.lifecycle import first_failure_wins
+from replication.texts import first_of
 from replication.warning import UnsynchronizedWarning, once_for, warn
 
 __all__ = [

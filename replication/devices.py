@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from replication._torch import has_kernels
-from replication.errors import check_list, is_int
+from replication.checks import check_list, is_int
 
 #: Types of devices that are always there, and have neither indices nor streams.
 _WITHOUT_MODULE = ("cpu", "meta")

@@ -8,7 +8,8 @@ from itertools import zip_longest
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from replication.errors import check_module, path_or_root
+from replication.checks import check_module
+from replication.texts import path_or_root
 
 #: The path of a module, and its copies, one per replica.
 Copies = tuple[str, tuple[nn.Module, ...]]

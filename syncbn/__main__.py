@@ -33,9 +33,9 @@ from torch.utils.checkpoint import checkpoint
 
 from replication._torch import destroy_group
 from replication.devices import default_devices
-from replication.errors import table
 from replication.groups.layer import ReplicaAware
 from replication.groups.processes import ProcessGroup
+from replication.texts import table
 from replication.verify import verify
 from replication.verify.ranks import in_ranks, join_launched
 from replication.verify.supervision import end

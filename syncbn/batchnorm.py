@@ -17,7 +17,8 @@ from replication._torch import (
     uncompiled,
     unseen_by_checkpoints,
 )
-from replication.errors import is_int, lost_derivatives
+from replication.checks import is_int
+from replication.errors import lost_derivatives
 from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph

@@ -15,11 +15,12 @@ from replication.callbacks import (
     patch_replication_callback,
     runs_callbacks,
 )
+from replication.checks import check_module
 from replication.data_parallel import DataParallel
-from replication.errors import check_module, first_of, path_or_root
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import as_process_group
 from replication.modules import with_class
+from replication.texts import first_of, path_or_root
 from replication.warning import UnsynchronizedWarning, warn
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from replication.callbacks import runs_callbacks
+from replication.checks import check_module
 from replication.containers import open_builtin
-from replication.errors import check_module, path_or_root, table
 from replication.groups.layer import ReplicaAware
+from replication.texts import path_or_root, table
 from replication.tree import leaves_of
 from syncbn.batchnorm import (
     CORRECTION,

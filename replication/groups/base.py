@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from replication._torch import has_other_derivatives, is_dtensor
-from replication.errors import ReplicasDiverged, is_int, listed, lost_derivatives
+from replication.checks import is_int
+from replication.errors import ReplicasDiverged, lost_derivatives
 from replication.sync.lifecycle import Phase, phase
+from replication.texts import listed
 
 __all__ = ["Group", "SoloGroup"]
 

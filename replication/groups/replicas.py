@@ -22,7 +22,7 @@ from replication._torch import (
     set_grad_modes,
 )
 from replication.devices import to_device
-from replication.errors import ReplicationError, path_or_root
+from replication.errors import ReplicationError
 from replication.groups.base import (
     Group,
     Layouts,
@@ -37,6 +37,7 @@ from replication.groups.base import (
 from replication.steps.broadcast import broadcast
 from replication.sync.lifecycle import Phase, calling_replica, phase, this_thread
 from replication.sync.rendezvous import Exchange, Rendezvous, site
+from replication.texts import path_or_root
 
 __all__ = ["CallbackContext", "ReplicaGroup"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from replication._torch import SequenceKey
+from replication.checks import check_list, checked_names
 from replication.containers import Scattered, open_any
 from replication.devices import DeviceLike, parse_device, to_device
-from replication.errors import check_list, checked_names
 from replication.tree import Path, flatten_together, name_of
 from replication.warning import warn
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from replication._torch import in_functorch_transform, named_range
+from replication.checks import check_list
 from replication.devices import DeviceLike, device_of, parse_devices
-from replication.errors import add_note, check_list, lost_derivatives, origin
+from replication.errors import add_note, lost_derivatives, origin
 from replication.steps.threads import CallerState, run_all
 from replication.sync.lifecycle import abort_forward, first_failure_wins, tracked_forwards
 

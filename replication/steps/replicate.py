@@ -17,9 +17,10 @@ from replication._torch import (
     has_other_derivatives,
     make_shell,
 )
+from replication.checks import check_module
 from replication.containers import SCALARS, open_builtin
 from replication.devices import DeviceLike, parse_devices, to_device
-from replication.errors import check_module, lost_derivatives
+from replication.errors import lost_derivatives
 from replication.modules import check_initialized, layers_of, with_class
 from replication.steps.broadcast import broadcast, copy_buffers
 from replication.sync.lifecycle import untrack

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from replication._torch import MappingKey, SequenceKey
+from replication.checks import checked_names
 from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_devices, to_device
-from replication.errors import checked_names
 from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves
 
 __all__ = ["scatter", "scatter_kwargs"]

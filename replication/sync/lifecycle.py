@@ -15,9 +15,10 @@ from torch import nn
 
 from replication._torch import CALL_IMPL, NO_BACKWARD, current_backward
 from replication.devices import device_of
-from replication.errors import ReplicationError, add_note, origin, path_or_root
+from replication.errors import ReplicationError, add_note, origin
 from replication.modules import layers_of
 from replication.sync.rendezvous import Rendezvous
+from replication.texts import path_or_root
 
 T = TypeVar("T")
 

@@ -34,13 +34,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from replication._torch import named_range
-from replication.errors import (
-    ReplicaFailed,
-    ReplicasDiverged,
-    ReplicationError,
-    describe_error,
-    listed,
-)
+from replication.errors import ReplicaFailed, ReplicasDiverged, ReplicationError, describe_error
+from replication.texts import listed
 
 #: Seconds after which a wait fails if it is unknown whether its value will arrive.
 STALL_TIMEOUT = 20.0

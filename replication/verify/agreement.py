@@ -20,9 +20,10 @@ from hashlib import sha256
 from torch import Tensor, nn
 
 from replication._torch import is_dtensor
-from replication.errors import ReplicationError, describe_error, listed
+from replication.errors import ReplicationError, describe_error
 from replication.groups.processes import ProcessGroup
 from replication.modules import check_initialized
+from replication.texts import listed
 from replication.tree import flatten
 from replication.verify.recording import Step, plain
 

@@ -13,12 +13,13 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from replication._torch import compiled_module, destroy_group
+from replication.checks import check_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, device_of, parse_devices
-from replication.errors import check_module, first_of
 from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes
 from replication.steps.scatter import scatter
+from replication.texts import first_of
 from replication.verify.agreement import all_or_none, check_equal, check_model, digests_of, sums_of
 from replication.verify.explanation import explained, sampled
 from replication.verify.recording import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from replication.errors import first_of
+from replication.texts import first_of
 from replication.verify.recording import (
     BUFFERS,
     GRADIENTS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from replication.errors import first_of, listed, table
+from replication.texts import first_of, listed, table
 from replication.verify.recording import (
     BUFFERS,
     GRADIENTS,

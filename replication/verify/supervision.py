@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import distributed
 
-from replication.errors import ReplicationError, add_note, describe_error, listed
+from replication.errors import ReplicationError, add_note, describe_error
+from replication.texts import listed
 from replication.verify.position import position
 
 #: Seconds in which ranks report after one has, so that the origin of an error is known.

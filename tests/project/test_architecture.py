@@ -30,7 +30,7 @@ MODULES = [name for name in FILES if not name.endswith(".__init__")]
 #: The packages and modules of `replication`, lowest first. One may import those above it in this
 #: list, and its own.
 ORDER = [
-    ["_torch", "devices", "errors", "modules", "version", "warning"],
+    ["_torch", "checks", "devices", "errors", "modules", "texts", "version", "warning"],
     ["containers"],
     ["tree"],
     ["sync"],

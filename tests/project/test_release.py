@@ -78,6 +78,7 @@ TESTED_WITH = {
     "channels": "syncbn/test_textbook.py",
     "command": "replication/test_verify_ranks.py",
     "comparison": "replication/test_verify.py",
+    "checks": "test_messages.py",
     "containers": "replication/test_tree.py",
     "errors": "test_messages.py",
     "explanation": "replication/test_verify_ranks.py",
@@ -90,6 +91,7 @@ TESTED_WITH = {
     "results": "replication/test_verify.py",
     "server": "replication/test_started_ranks.py",
     "supervision": "replication/test_started_ranks.py",
+    "texts": "test_messages.py",
     "version": "project/test_release.py",
     "warning": "test_unsynchronized.py",
 }

@@ -98,6 +98,7 @@ ANCHORS = {"Summary": "summary-1"}
 INTERNAL = {
     "Group.where",
     "ProcessGroup.add",
+    "ProcessGroup.gather",
     "ProcessGroup.refuse_exports",
     "ProcessGroup.sum",
     "ProcessGroup.where",

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import apply_of, gathered
+from replication._torch import apply_of
 from replication.groups.base import Signature
-from replication.groups.processes import Collective, ProcessGroup
+from replication.groups.processes import ProcessGroup
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
 from syncbn.kernels import Kernels
 from syncbn.statistics import Arguments, CountBatch, check_count
@@ -60,22 +60,15 @@ class NormalizeRank(Function):
         eps: float,
         count_batch: CountBatch,
     ) -> Tensor:
-        own, channels, is_on_host = kernels.measure(x, eps), x.size(1), kernels.are_on_host
+        own, channels = kernels.measure(x, eps), x.size(1)
         n, mean, inverse, _ = own
         # The kernels divide by counts, so an empty shard counts as the least positive number.
-        count = n or torch.finfo(mean.dtype).tiny
-        with Collective(group, signatures[0]) as call:
-            numbers = (call.fingerprint, count) if is_on_host else (count,)
-            constants = [constant_tensor((one,), mean.device, mean.dtype) for one in numbers]
-            rows = gathered(torch.cat((*constants, mean, inverse)), call.process_group)
-            sizes = len(numbers), channels, channels
-            of_ranks, means, inverses = rows.split_with_sizes(sizes, 1)
-            if is_on_host:
-                of_calls, counts_read = zip(*of_ranks.tolist(), strict=True)
-                call.check(of_calls)
-        counts = of_ranks.select(1, -1)
+        count = constant_tensor((n or torch.finfo(mean.dtype).tiny,), mean.device, mean.dtype)
+        rows = group.gather(signatures[0], count, mean, inverse)
+        counts, means, inverses = rows.split_with_sizes((1, channels, channels), 1)
+        counts = counts.squeeze(1)
         # On accelerators, reading the counts would block the host.
-        n = round(sum(counts_read)) if is_on_host else counts.int()
+        n = round(sum(counts.tolist())) if kernels.are_on_host else counts.int()
         check_count(n, x)  # on every rank
         batch = kernels.merge_moments(x, own, n, counts, means, inverses, count_batch)
         ctx.call = group, signatures[1], kernels, batch
@@ -97,9 +90,9 @@ class NormalizeRank(Function):
         sum_dy, sum_dy_xmu, dweight, dbias = kernels.reduce_gradient(dy, x, batch, weight)
         if needs_dx:
             # In one dtype on all ranks: a shard without values has sums of fewer digits.
-            sums = in_dtype(torch.cat((sum_dy, sum_dy_xmu)), batch.mean.dtype)
+            sums = [in_dtype(each, batch.mean.dtype) for each in (sum_dy, sum_dy_xmu)]
             channels = x.size(1)
-            totals = group.add(signature, sums).split_with_sizes((channels, channels))
+            totals = group.add(signature, *sums).split_with_sizes((channels, channels))
             dx = kernels.gradient(dy, x, batch, weight, totals)
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 

@@ -23,7 +23,6 @@ from torch import Tensor, distributed
 from replication import _torch
 from replication._torch import ENDS_WITH_GIL
 from replication.groups import processes
-from syncbn import ranks as road
 from tests.deadlines import DEADLINE, ends
 
 needs_gloo = pytest.mark.skipif(
@@ -183,9 +182,7 @@ def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
         mock.patch.multiple(distributed, **wrapped),
         mock.patch.object(processes, "all_reduce_in_place", in_place),
         mock.patch.object(processes, "gathered", gathered),
-        mock.patch.object(road, "gathered", gathered),
         mock.patch.object(_torch, "all_reduce_in_place", in_place),
-        mock.patch.object(_torch, "gathered", gathered),
     ):
         yield calls
 

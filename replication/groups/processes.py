@@ -38,7 +38,6 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from replication._torch import (
-    added,
     all_reduce_in_place,
     device_of_group,
     gathered,
@@ -102,8 +101,14 @@ class Collective:
 
     @property
     def fingerprint(self) -> int:
-        """A number that is equal on all ranks if their calls match. float64 can hold it."""
+        """A number of 48 bits that is equal on all ranks if their calls match."""
         return _digest(self.name, self.signature)
+
+    @property
+    def number(self) -> int:
+        """As many bits of the fingerprint as leave its sum over the ranks exact in float32."""
+        size: int = self.process_group.size()
+        return self.fingerprint >> (24 + (size - 1).bit_length())
 
     def __enter__(self) -> Collective:
         """Names the call in profiles, and in errors of the ``with`` block."""
@@ -111,6 +116,7 @@ class Collective:
             self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
             self._range.__enter__()
         if compares_all_calls():
+            # Python closes no block whose `__enter__` raises.
             try:
                 self.compare_lengths()
             except BaseException as error:
@@ -173,6 +179,21 @@ def compares_all_calls() -> bool:
     return distributed.get_debug_level().value > 0  # type: ignore[attr-defined, no-any-return]
 
 
+#: Up to this many ranks and bytes per rank, gathering a vector is faster than reducing it.
+_FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
+
+
+def _added_on_host(vector: Tensor, process_group: Any) -> Tensor:
+    """Returns the sum of vectors of all ranks, in the order of the ranks or in place."""
+    # A ring of n ranks reduces in 2 (n - 1) steps and gathers in n - 1. So on gloo, with few ranks
+    # and short vectors, steps of networks of small layers take 7 % less time with 2 ranks, and
+    # 24 % less with 4. All ranks make the same choice, since it depends on what matches on all.
+    if vector.nbytes <= _FEW_BYTES and process_group.size() <= _FEW_RANKS:
+        return gathered(vector, process_group).sum(0)
+    all_reduce_in_place(vector, process_group)
+    return vector
+
+
 class ProcessGroup(Group):
     """The processes of a group of `torch.distributed`, on any backend (gloo, NCCL, ...).
 
@@ -181,7 +202,8 @@ class ProcessGroup(Group):
     Tensors must require gradients on all ranks or on none.
 
     Calls of the ranks that do not match are named by `all_gather` and `all_gather_object`, which
-    exchange lengths first. Other mismatches are left to the backend, unless
+    exchange lengths first (with ``same_shape`` they don't). Other mismatches are left to the
+    backend, unless
     ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` in the environment. Then the ranks compare each call
     before they make it.
 
@@ -246,10 +268,39 @@ class ProcessGroup(Group):
                 "network in eval()"
             )
 
-    def add(self, signature: Signature, vector: Tensor) -> Tensor:
-        """Adds a vector of all ranks, perhaps in place. The sum has no derivative (see `sum`)."""
+    # On the host, one number more in the vector compares the calls. On accelerators the host would
+    # have to wait for it.
+
+    def gather(self, signature: Signature, *parts: Tensor) -> Tensor:
+        """Stacks a vector of each rank, given in parts, to ``(size, n)``. It has no derivative.
+
+        Raises:
+            ReplicasDiverged: The calls differ. Not on accelerators.
+        """
         with Collective(self, signature) as call:
-            return added(vector, call.process_group)
+            if not parts[0].is_cpu:
+                return gathered(torch.cat(parts), call.process_group)
+            number = parts[0].new_full((1,), call.number)
+            rows = gathered(torch.cat((number, *parts)), call.process_group)
+            call.check(rows[:, 0].tolist())
+            return rows[:, 1:]
+
+    def add(self, signature: Signature, *parts: Tensor) -> Tensor:
+        """Adds a vector of each rank, given in parts. The sum has no derivative (see `sum`).
+
+        Raises:
+            ReplicasDiverged: The calls differ. Not on accelerators.
+        """
+        with Collective(self, signature) as call:
+            if not parts[0].is_cpu:
+                vector = torch.cat(parts)
+                all_reduce_in_place(vector, call.process_group)
+                return vector
+            vector = torch.cat((*parts, parts[0].new_full((1,), call.number)))
+            vector = _added_on_host(vector, call.process_group)
+            if vector[-1].item() != call.number * self.size:
+                call.compare_lengths()
+            return vector[:-1]
 
     def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, which has derivatives of any order."""
@@ -330,8 +381,8 @@ class ProcessGroup(Group):
             distributed.broadcast(real, source, call.process_group)
             return received
 
-        def to_source(call: Collective, grad: Tensor) -> Tensor:
-            total = self._sum(call, grad)
+        def to_source(backward_call: Collective, grad: Tensor) -> Tensor:
+            total = self._sum(backward_call, grad)
             # Other ranks get zeros in the graph, because all take part in the second derivative.
             return total.masked_fill(total.new_full((), self.rank != src, dtype=torch.bool), 0)
 
@@ -357,8 +408,8 @@ class ProcessGroup(Group):
             values = values.view(torch.uint8) if values.dtype is torch.bool else values
             return gathered(values, call.process_group).view(tensor.dtype)
 
-        def to_owners(call: Collective, grad: Tensor) -> Tensor:
-            return self._reduce_scatter(call, *grad, op="sum")[0]
+        def to_owners(backward_call: Collective, grad: Tensor) -> Tensor:
+            return self._reduce_scatter(backward_call, *grad, op="sum")[0]
 
         return self._differentiable(call, stacked, to_owners, tensor)
 
@@ -393,8 +444,8 @@ class ProcessGroup(Group):
 
         def backward(grad: Tensor) -> Tensor:
             signature = Signature(name, layouts_of([grad], any_length=True))
-            with Collective(self, signature) as call:
-                return derivative(call, grad)
+            with Collective(self, signature) as backward_call:
+                return derivative(backward_call, grad)
 
         return WithDerivative.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]
 

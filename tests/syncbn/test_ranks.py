@@ -498,13 +498,56 @@ def traffic(rank: int, channels: int) -> list[Any]:
 
 @pytest.mark.parametrize("channels", [3, 10_000])
 def test_one_collective_forward_and_one_backward_of_a_few_values_per_channel(channels):
-    """Forward, beside two values per channel, a count, and on the CPU the number of the call."""
-    for on_cpu, on_accelerator in run_ranks(2, traffic, channels):
+    """Two values per channel, on the CPU the number of the call, and forward a count."""
+    for on_cpu, of_accelerator in run_ranks(2, traffic, channels):
         # Short vectors on the CPU are gathered, and added on each rank.
         name = "all_gather" if channels < 10_000 else "all_reduce"
-        backward = [(name, 4 * 2 * channels)]
+        backward = [(name, 4 * (2 * channels + 1))]
         assert on_cpu == ([("all_gather", 8 * (2 * channels + 2))], backward)
-        assert on_accelerator == ([("all_gather", 4 * (2 * channels + 1))], backward)
+        # Kernels of accelerators return float32. Here their vectors are on the CPU as well.
+        assert of_accelerator == ([("all_gather", 4 * (2 * channels + 2))], backward)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.heads = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+
+    def forward(self, x: Tensor, used: int, keeps_the_other: bool = False) -> Tensor:
+        outputs = [head(self.trunk(x)) for head in self.heads]
+        loss = outputs[used].pow(3).sum()
+        return loss + 0.0 * outputs[1 - used].sum() if keeps_the_other else loss
+
+
+def with_losses_of_different_heads(rank: int, keeps_the_other: bool) -> str | Tensor:
+    torch.manual_seed(0)
+    net = convert_model(TwoHeads().double(), process_group=distributed.new_group())
+    model = DistributedDataParallel(net, find_unused_parameters=not keeps_the_other)
+    error = outcome_of(model(drawn_of_rank(rank), rank, keeps_the_other).backward).error
+    return net.trunk.weight.grad if error is None else f"{type(error).__name__}: {error}"
+
+
+def drawn_of_rank(rank: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def test_backwards_of_different_layers_are_named_on_the_host():
+    """With channels as many as those of the other layer, so that their sums could be added."""
+    for text in run_ranks(2, with_losses_of_different_heads, False):
+        assert text.startswith("ReplicasDiverged: `heads.")
+        for rank in range(2):
+            assert f"rank {rank}: `heads.{rank}`, call 3: batch_norm_backward of " in text
+
+
+def test_a_head_kept_in_the_loss_of_all_ranks_trains_as_on_one_device():
+    torch.manual_seed(0)
+    net = TwoHeads().double()
+    x = net.trunk(torch.cat([drawn_of_rank(rank) for rank in range(2)]))
+    first, second = net.heads[0](x)[:5], net.heads[1](x)[5:]
+    ((first.pow(3).sum() + second.pow(3).sum()) / 2).backward()
+    for found in run_ranks(2, with_losses_of_different_heads, True):
+        torch.testing.assert_close(found, net.trunk.weight.grad)
 
 
 class TwoAlike(ProcessGroup):

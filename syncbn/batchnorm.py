@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,13 @@ from replication.groups.base import Group
 from replication.groups.layer import ReplicaAware
 from replication.groups.registry import has_other_processes, name_in_graph
 from replication.groups.replicas import CallbackContext, ReplicaGroup
+from syncbn.by_textbook import normalized_by_textbook
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
 from syncbn.replicas import PastCall, normalized_in_replica
-from syncbn.statistics import Arguments, CountBatch, Epsilon, RunningStatistics, check_count
-from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm
+from syncbn.statistics import Arguments, CountBatch, Epsilon, Moments, RunningStatistics
+from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm, without
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -87,6 +89,22 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     evaluation, and in a group of one, it matches its torch base class bit for bit. A forward
     inside a backward, normally the recomputation of a checkpoint, updates no running statistics.
     In a replica it reuses the recorded moments of the batch and waits for no other replica.
+
+    What a call computes with, from the first line that fits:
+
+    ================================================  =========================================
+    traced by `torch.fx`                              nothing yet: it becomes a leaf
+    evaluation                                        torch's layer
+    evaluation with a mask, no running statistics     the textbook, for the shard
+    compiled, alone                                   torch's layer; with a mask the textbook
+    compiled, between ranks                           the textbook, with its sum in the graph
+    compiled, in replicas, or where torch or options  as uncompiled, out of the graph
+    don't let the sum into the graph
+    alone                                             torch's layer; with a mask the textbook
+    with a mask, in clamp mode, or without kernels    the textbook, `syncbn.by_textbook`
+    in replicas                                       the kernels, `syncbn.replicas`
+    between ranks                                     the kernels, `syncbn.ranks`
+    ================================================  =========================================
     """
 
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
@@ -132,28 +150,41 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _normalize(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalizes ``input``, ``(N, C, ...)``.
+
+        Args:
+            input: The shard of this replica or process.
+            mask: ``(N, ...)`` in bool, true where a value counts. The others take no part in
+                statistics and gradients, and may be NaN. Their outputs and gradients are 0.
+        """
         if isinstance(input, Proxy):
-            return self._traced(input)
+            return self._traced(input, mask)
+        padding = None if mask is None else self._padding_of(input, mask)
         if not self.training:
             # A training forward may update the original's buffers before the backward of this one.
             is_shared = self._past_calls is not None and self._has_original_buffers
-            return self._alone(input, copies_buffers=is_shared and torch.is_grad_enabled())
+            copies_buffers = is_shared and torch.is_grad_enabled()
+            if padding is None:
+                return self._alone(input, copies_buffers)
+            return self._evaluated_without(padding, input, copies_buffers)
         compiles = torch.compiler.is_dynamo_compiling()
-        return self._trained_in_graph(input) if compiles else self._trained(input)
+        return (self._trained_in_graph if compiles else self._trained)(input, padding)
 
-    def _traced(self, input: Any) -> Any:
+    #: A derived class may take other arguments, as for types of `torch.nn.Module`.
+    forward: Callable[..., Tensor] = _normalize
+
+    def _traced(self, input: Any, mask: Any) -> Any:
         """Records this layer in a graph of `torch.fx`, as a leaf like the layers of torch."""
         tracer, path = input.tracer, input.tracer.path_of_module(self)
         is_ours = getattr(self.forward, "__func__", None) is SynchronizedBatchNorm.forward
+        options = {} if mask is None else {"mask": mask}
         if is_ours and not any(vars(self)[name] for name in HOOKS):
-            return tracer.create_proxy("call_module", path, (input,), {})
-        # What a derived class and hooks do is traced. A call of the layer would do it again.
+            return tracer.create_proxy("call_module", path, (input,), options)
+        # What a derived class and hooks do is traced. A call of the layer, or of the forward of a
+        # derived class, would do it again.
         layer = tracer.create_proxy("get_attr", path, (), {})
-        return tracer.create_proxy("call_method", "_normalize", (layer, input), {})
-
-    #: The forward of this class, even in a derived class that overrides `forward`.
-    _normalize = forward
+        return tracer.create_proxy("call_method", "_normalize", (layer, input), options)
 
     def _alone(self, input: Tensor, copies_buffers: bool = False) -> Tensor:
         """Normalizes as torch's layer does, and half precision with buffers of float32 as well."""
@@ -166,44 +197,90 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             parameters = [p if p is None else in_dtype(p, mean.dtype) for p in parameters]
         if copies_buffers:
             mean, var = mean.clone(), var.clone()
+        if self.training and not self.track_running_stats:
+            mean = var = None  # even a momentum of 0 makes them NaN, if a statistic is infinite
         momentum = float(self._count_batch().momentum) if self.training else 0.0
         args = *parameters, self.training, momentum, self.eps
         return nn.functional.batch_norm(input, mean, var, *args)
 
-    def _trained_in_graph(self, input: Tensor) -> Tensor:
+    def _evaluated_without(
+        self, padding: Tensor, input: Tensor, copies_buffers: bool = False
+    ) -> Tensor:
+        """Normalizes what is no padding with the running statistics, or its own without them."""
+        if self._buffers.get("running_mean") is None:
+            return self._by_textbook_alone(input, padding)[0]
+        # Also before, because the gradient of the weight is a sum over all positions.
+        return without(self._alone(without(input, padding), copies_buffers), padding)
+
+    def _by_textbook_alone(self, input: Tensor, padding: Tensor) -> tuple[Tensor, Moments]:
+        arguments = self._checked_arguments(input)._replace(epsilon=Epsilon(self.eps))
+        return exact_batch_norm(*arguments, lambda sums: sums, padding)
+
+    def _trained_in_graph(self, input: Tensor, padding: Tensor | None) -> Tensor:
         """Trains as `torch.compile` can see it, or breaks its graph."""
         if not self._is_in_replica():
             # `_BatchNorm.forward`, not `super()`: a class that is also derived from a library's
             # batch norm must get the normalization alone, on one device as well.
             if not has_other_processes(self.process_group):
-                return self._alone(input)
+                if padding is None:
+                    return self._alone(input)
+                y, moments = self._by_textbook_alone(input, padding)
+                self._count_batch().update(moments)
+                return y
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
                 arguments = self._checked_arguments(input)
-                y, moments = batch_norm(*arguments, partial(add_in_graph, name, tag[:1]))
+                y, moments = batch_norm(*arguments, partial(add_in_graph, name, tag[:1]), padding)
                 self._count_batch().update(moments)
                 return y
-        return self._trained_out_of_graph(input)
+        return self._trained_out_of_graph(input, padding)
 
-    def _trained(self, input: Tensor) -> Tensor:
+    def _trained(self, input: Tensor, padding: Tensor | None) -> Tensor:
         group = self.group
-        if group.size == 1:
+        if group.size == 1 and padding is None:
             if self.process_group is not None:
                 self._checked_arguments(input)
             return self._alone(input)
         arguments = self._checked_arguments(input)
-        if has_other_derivatives((input, arguments.weight, arguments.bias)):
+        if group.size == 1:
+            arguments = arguments._replace(epsilon=Epsilon(self.eps))
+        elif has_other_derivatives((input, arguments.weight, arguments.bias)):
             raise lost_derivatives(self._named())
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics
         if not dispatch_modes():
-            return _synchronized(arguments, group, self._past_calls, count_batch)
+            return _synchronized(arguments, group, self._past_calls, count_batch, padding)
         with unseen_by_checkpoints():
-            return _synchronized(arguments, group, self._past_calls, count_batch)
+            return _synchronized(arguments, group, self._past_calls, count_batch, padding)
 
     # Uncompiled as a whole, because `torch.compile` would compile `self.group` for each layer.
     _trained_out_of_graph = uncompiled(_trained)
+
+    def _padding_of(self, input: Tensor, mask: Tensor) -> Tensor:
+        """Returns where values do not count, ``(N, 1, ...)``. Raises if the mask does not fit."""
+        # Before another replica waits for this one.
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or is_dtensor(mask):
+            got = f"{type(mask).__name__}{f' of {mask.dtype}' if isinstance(mask, Tensor) else ''}"
+            raise TypeError(
+                f"{self._named()} takes a mask in torch.bool, true where a value counts (got "
+                f"{got}); pass mask.bool(), or ~key_padding_mask, or of lengths, "
+                "torch.arange(L) < lengths[:, None]"
+            )
+        expected = input.shape[:1] + input.shape[2:]
+        if mask.shape != expected:
+            raise ValueError(
+                f"{self._named()} takes a mask of the input's size without dimension 1, "
+                f"{list(expected)} (got {list(mask.shape)} for an input of {list(input.shape)}); "
+                "drop a dimension of channels by mask.squeeze(1), or fill others by mask.expand"
+            )
+        if mask.device != input.device:
+            raise RuntimeError(
+                f"{self._named()} takes a mask on {input.device}, as its input (got "
+                f"{mask.device}); move it by mask.to(x.device)"
+            )
+        return ~mask.unsqueeze(1)
 
     def _checked_arguments(self, input: Tensor) -> Arguments:
         """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
@@ -272,7 +349,11 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
 
 def _synchronized(
-    arguments: Arguments, group: Group, past_calls: list[PastCall] | None, count_batch: CountBatch
+    arguments: Arguments,
+    group: Group,
+    past_calls: list[PastCall] | None,
+    count_batch: CountBatch,
+    padding: Tensor | None,
 ) -> Tensor:
     """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
     original = arguments.x
@@ -281,12 +362,12 @@ def _synchronized(
         x = with_usual_strides(x)
     if x is not original:
         arguments = arguments._replace(x=x)
+    if padding is not None and type(padding) is not Tensor:
+        padding = padding.as_subclass(Tensor)
     kind = "cpu" if x.is_cpu else x.device.type  # the same, in less time
     kernels: Any = None if arguments.epsilon.clamps else kernels_for(kind)
-    if kernels is None:
-        y, moments = exact_batch_norm(*arguments, group.all_reduce)
-        check_count(int(moments.n) if moments.n.is_cpu else moments.n, x)
-        count_batch().update(moments)
+    if kernels is None or padding is not None:
+        y = normalized_by_textbook(arguments, group, count_batch, padding)
     elif type(group) is ReplicaGroup:  # `isinstance` of an abstract class takes calls in Python
         y = normalized_in_replica(arguments, group, kernels, past_calls, count_batch)  # type: ignore[arg-type]
     else:
@@ -309,6 +390,7 @@ class SynchronizedBatchNormNd(SynchronizedBatchNorm):
 
     Shape:
         Input and output: ``(N, C, ...)``. Replicas may differ in all but C.
+        ``mask``: ``(N, ...)``.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -325,8 +407,18 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
     >>> layer(torch.randn(8, 4)).shape
     torch.Size([8, 4])
 
+    With a mask, what is padding takes no part:
+
+    >>> x, mask = torch.randn(2, 4, 5), torch.arange(5) < torch.tensor([[5], [2]])  # of lengths
+    >>> layer(x, mask=mask)[1, :, 2:].any()
+    tensor(False)
+
     Shape:
         Input and output: ``(N, C)`` or ``(N, C, L)``. Replicas may differ in N and L. N may be 0.
+        ``mask``: ``(N,)`` or ``(N, L)`` in bool, true where a value counts, as in Keras and Flax
+        and unlike torch's ``key_padding_mask``. Statistics and gradients are those of the values
+        that count, which a sample or a replica need not have. All others may be NaN. Their outputs
+        and gradients are 0. In evaluation as well.
 
     Args:
         num_features: The number of channels, C.
@@ -345,10 +437,12 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 
     Raises:
         TypeError: An argument, or in a call ``momentum``, has the wrong type.
-        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`.
+        ValueError: ``group_size`` is less than 1. In a call: as `torch.nn.BatchNorm1d`, or the
+            mask has another size.
         RuntimeError: In a call: device or dtype of parameters or buffers do not match the input.
         NotImplementedError: In a call: the input is not in float16, bfloat16, float32 or float64.
-        ReplicationError: In a call: the calls of the replicas or processes do not match.
+        ReplicationError: In a call: the calls of the replicas or processes do not match. In a
+            backward: an activation checkpoint in a replica contains a call with a mask.
     """
 
 
@@ -363,7 +457,8 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     torch.Size([8, 4, 6, 6])
 
     Shape:
-        Input and output: ``(N, C, H, W)``. Replicas may differ in N, H and W.
+        Input and output: ``(N, C, H, W)``. Replicas may differ in N, H and W. ``mask``:
+        ``(N, H, W)``.
     """
 
 
@@ -378,5 +473,6 @@ class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     torch.Size([2, 4, 6, 6, 6])
 
     Shape:
-        Input and output: ``(N, C, D, H, W)``. Replicas may differ in N, D, H and W.
+        Input and output: ``(N, C, D, H, W)``. Replicas may differ in N, D, H and W. ``mask``:
+        ``(N, D, H, W)``.
     """

@@ -25,7 +25,8 @@ is not the point:
 - under `torch.compile`, because ``add`` can stay in the graph (see `add_in_graph`),
 - if gradients need derivatives, in the backward of the fast roads (see
   `differentiable_gradients`),
-- in clamp mode, and on devices that lack the kernels of the fast roads.
+- with a mask, in clamp mode, and on devices that lack the kernels of the fast roads (see
+  `syncbn.by_textbook`).
 
 What is exact
 -------------
@@ -57,6 +58,13 @@ Empty shards
 ------------
 No operation here is chosen by the size of a shard, so the graphs of all copies have the same
 nodes. Otherwise the backward of a copy could leave out a sum that the others wait for.
+
+Padding
+-------
+Values that do not count are replaced by zeros: in x - pivot, so that they add nothing to a sum,
+and in y. The same happens to their gradients. They may be NaN, because nothing is multiplied by
+zero. How many values count is a tensor, so shapes do not depend on it, and the host of an
+accelerator waits for nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +91,12 @@ Add = Callable[[Tensor], Tensor]
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: Epsilon, add: Add
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: Epsilon,
+    add: Add,
+    padding: Tensor | None = None,
 ) -> tuple[Tensor, Moments]:
     """Returns the output of a shard, and the moments of the batch. It takes one sum.
 
@@ -93,41 +106,75 @@ def batch_norm(
         bias: ``(C,)``, or None for zeros.
         epsilon: What keeps the variance above zero.
         add: Sums a vector over all copies. All of them call it.
+        padding: ``(N, 1, ...)``, true where values do not count, or None if all do.
     """
     # Half precision is rounded once: to the output, and to the gradient of x.
     dtype, x = x.dtype, x.to(accumulation_dtype(x.dtype))
-    centered, pivot = centered_at_own_mean(x)
-    moments = moments_of(add(sums_of(centered, pivot)))
-    return normalized(centered, weight, bias, epsilon, moments, pivot).to(dtype), moments
+    n = count_of(x, padding)
+    centered, pivot = centered_at_own_mean(x, n, padding)
+    moments = moments_of(add(sums_of(centered, pivot, n)))
+    y = normalized(centered, weight, bias, epsilon, moments, pivot)
+    return without(y, padding).to(dtype), moments
 
 
 def exact_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: Epsilon, add: Add
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: Epsilon,
+    add: Add,
+    padding: Tensor | None = None,
+    first_add: Add | None = None,
 ) -> tuple[Tensor, Moments]:
-    """Returns what `batch_norm` does, with all digits at any mean. It takes two sums."""
+    """Returns what `batch_norm` does, with all digits at any mean. It takes two sums.
+
+    The first, which needs no derivative, is taken by ``first_add``, if it is given.
+    """
     with torch.no_grad():
-        sums = sums_of(*centered_at_own_mean(x.to(accumulation_dtype(x.dtype))))
-        center = per_channel(moments_of(add(sums)).mean, x)
-    y, (n, mean, var) = batch_norm(x - center, weight, bias, epsilon, add)
+        n, wide = count_of(x, padding), x.to(accumulation_dtype(x.dtype))
+        sums = sums_of(*centered_at_own_mean(wide, n, padding), n)
+        center = per_channel(moments_of((first_add or add)(sums)).mean, x)
+    y, (n, mean, var) = batch_norm(x - center, weight, bias, epsilon, add, padding)
     return y.to(x.dtype), Moments(n, mean + in_float64(center.flatten()), var)
 
 
-def centered_at_own_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+def without(x: Tensor, padding: Tensor | None) -> Tensor:
+    """Returns x with zeros as padding."""
+    # `masked_fill` would lose the memory format.
+    return x if padding is None else torch.where(padding, x.new_zeros(()), x)
+
+
+def count_of(x: Tensor, padding: Tensor | None) -> Any:
+    """Returns how many values of a channel count: an int, or with padding a tensor, ``(1,)``."""
+    if padding is None:
+        return values_per_channel(x)
+    return in_float64(padding.numel() - padding.sum()).view(1)
+
+
+def at_least_one(n: Any) -> Any:
+    return n.clamp(min=1) if isinstance(n, Tensor) else max(1, n)
+
+
+def centered_at_own_mean(
+    x: Tensor, n: Any, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns x - pivot, and the pivot, ``(C,)`` in float64: the mean of the shard, rounded."""
-    pivot = x.detach().sum(reduced_dims(x)) / max(1, values_per_channel(x))
-    return x - per_channel(pivot, x), in_float64(pivot)
+    total = without(x.detach(), padding).sum(reduced_dims(x))
+    pivot = (in_float64(total) / at_least_one(n)).to(x.dtype)
+    return without(x - per_channel(pivot, x), padding), in_float64(pivot)
 
 
-def sums_of(centered: Tensor, pivot: Tensor | float = 0.0) -> Tensor:
+def sums_of(centered: Tensor, pivot: Tensor | float = 0.0, n: Any = None) -> Tensor:
     """Returns n and the sums of x and x^2, ``(1 + 2 C,)`` in float64, given d = x - pivot."""
-    dims, n = reduced_dims(centered), values_per_channel(centered)
+    dims, n = reduced_dims(centered), values_per_channel(centered) if n is None else n
     # The derivative of `square` would keep one more tensor of this size for the next derivative.
     sums = centered.sum(dims), (centered * centered).sum(dims)
-    first, second = (in_float64(each / max(1, n)) for each in sums)
+    first, second = (in_float64(each) / at_least_one(n) for each in sums)
     # E[x] = E[d] + pivot, and E[x^2] = E[d^2] + pivot * (2 E[d] + pivot).
     mean = first + pivot
     # Multiplied last: Inductor may let ranks add a `cat` in place, and must not read it again.
-    return torch.cat((mean.new_ones(1), mean, second + pivot * (first + mean))) * n
+    result: Tensor = torch.cat((mean.new_ones(1), mean, second + pivot * (first + mean))) * n
+    return result
 
 
 def moments_of(sums: Tensor) -> Moments:

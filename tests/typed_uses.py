@@ -104,8 +104,11 @@ def converts(net: nn.Sequential) -> None:
         SynchronizedBatchNorm3d(8, affine=False),
         SynchronizedBatchNormNd(8),
     ]
+    x = torch.ones(2, 8, 4, 4)
+    normalized_in_part: Tensor = layer(x, mask=x[:, 0] > 0)
+    assert_type(layer.forward(x, mask=None), Tensor)
     assert_type(layer.group, Group)
-    assert len(normalized) == 4
+    assert len(normalized) == len(normalized_in_part) == 4
 
 
 def checks(net: nn.Module, batch: Tensor) -> None:

@@ -74,6 +74,7 @@ def test_readme_and_matrix_have_the_oldest_versions_and_the_matrix_all_classifie
 TESTED_WITH = {
     "agreement": "replication/test_verify_ranks.py",
     "base": "replication/test_replicas.py",
+    "by_textbook": "syncbn/test_masks.py",
     "broadcast": "replication/test_replicate.py",
     "channels": "syncbn/test_textbook.py",
     "command": "replication/test_verify_ranks.py",

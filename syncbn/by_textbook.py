@@ -1,0 +1,76 @@
+"""The road of the textbook: a call of a layer in the copies of any group, on any device.
+
+Calls with a mask take it, calls in clamp mode, and calls on devices that lack the kernels of the
+fast roads. The copies add two vectors forward and one backward (see `exact_batch_norm`). The first
+has no derivative, so it can tell whether all copies make the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from replication._torch import gathered
+from replication.errors import ReplicationError
+from replication.groups.base import Group, Signature
+from replication.groups.processes import Collective, ProcessGroup
+from replication.groups.replicas import ReplicaGroup
+from syncbn.channels import copied
+from syncbn.statistics import Arguments, CountBatch, check_count
+from syncbn.textbook import exact_batch_norm
+
+
+def normalized_by_textbook(
+    arguments: Arguments, group: Group, count_batch: CountBatch, padding: Tensor | None = None
+) -> Tensor:
+    """Normalizes the shard of this copy with the moments of the whole batch."""
+    first_add = partial(_first_sum, arguments, group, padding is not None)
+    y, moments = exact_batch_norm(*arguments, group.all_reduce, padding, first_add)
+    n = moments.n
+    # Where it is free to read. A fake tensor has no values.
+    check_count(int(n) if n.is_cpu and type(n) is Tensor else n, arguments.x)
+    count_batch().update(moments)
+    return y
+
+
+def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor) -> Tensor:
+    """Returns the sum over all copies, after a check that they make the same call."""
+    x, weight, bias, epsilon = arguments
+    options = f"eps={epsilon.eps}, weight={weight is not None}, bias={bias is not None}"
+    options += ", clamp" * epsilon.clamps + ", mask" * has_mask
+    name, layouts = f"batch_norm({options})", ((x.dtype, (x.size(1),)),)
+    if isinstance(group, ReplicaGroup):
+        if group.is_replayed:
+            what = "with a mask" if has_mask else "in clamp mode or on this device"
+            raise ReplicationError(
+                f"{group.where}: a replica cannot recompute a call {what}, for which the other "
+                "replicas would have to answer again in backward; put the layer between "
+                "activation checkpoints, or use one process per device"
+            )
+        return group.exchange(name, sums, _added, layouts=layouts)
+    if isinstance(group, ProcessGroup):
+        group.refuse_exports()
+        needs = arguments.x.requires_grad and torch.is_grad_enabled()
+        return _checked_sum(group, Signature(name, layouts, needs), sums)
+    return sums
+
+
+def _added(sums: Sequence[Tensor]) -> list[Tensor]:
+    first_device = sums[0].device
+    total = reduce(torch.add, [each.to(first_device) for each in sums])
+    return [copy for (copy,) in copied([total], [each.device for each in sums])]
+
+
+def _checked_sum(group: ProcessGroup, signature: Signature, sums: Tensor) -> Tensor:
+    if not sums.is_cpu:  # to read a fingerprint would block the host
+        return group.add(signature, sums)
+    # As long as what the fast road gathers, so that a mask on some ranks only is found.
+    with Collective(group, signature) as call:
+        rows = gathered(
+            torch.cat((sums.new_full((1,), call.fingerprint), sums)), call.process_group
+        )
+        call.check(rows[:, 0].tolist())
+    return rows[:, 1:].sum(0)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from replication.devices import default_devices
 from syncbn import replicas
 from tests import (
     accelerator,
@@ -107,11 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         places = {item.path: chance.random() for item in items}
         items.sort(key=lambda item: (places[item.path], chance.random()))
     if config.getoption("--simulated-accelerator"):
-        chosen = [
-            item
-            for item in items
-            if item.get_closest_marker("accelerator") and not item.get_closest_marker("cpu")
-        ]
+        chosen = list(filter(_is_for_accelerators, items))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 
@@ -146,13 +143,18 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def default_device(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Makes modules and batches on the first of the simulated accelerators."""
-    if not pytestconfig.getoption("--simulated-accelerator"):
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes modules and batches of tests for accelerators on the first one, if there is any."""
+    devices = default_devices() if _is_for_accelerators(request.node) else []
+    if not devices:
         yield
         return
-    with torch.device(f"{accelerator.NAME}:0"):
+    with devices[0]:
         yield
+
+
+def _is_for_accelerators(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("accelerator")) and not item.get_closest_marker("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +184,7 @@ def both_ways(request: pytest.FixtureRequest) -> None:
     """Runs a test on both ways of computing small shards on the CPU."""
     if request.param == "not joined":
         request.getfixturevalue("not_joined")
-    elif request.config.getoption("--simulated-accelerator"):
+    elif _is_for_accelerators(request.node) and default_devices():
         pytest.skip("shards on accelerators are never joined")
 
 

@@ -433,8 +433,8 @@ static Values bn_backward_reduce(Values& a) {
   Tensor d = dy.to(kDouble).reshape(x.sizes());
   Tensor sum_dy = d.sum(dims).to(mean.scalar_type());
   Tensor sum_dy_xmu = (d * (x.to(kDouble) - per_channel(mean.to(kDouble), x))).sum(dims).to(mean.scalar_type());
-  Tensor none;
-  return {a[5].toBool() ? sum_dy : none, a[5].toBool() ? sum_dy_xmu : none, a[6].toBool() ? sum_dy_xmu * inverse : none, a[7].toBool() ? sum_dy : none};
+  // In channels_last the original returns all four, whatever is wanted.
+  return {sum_dy, sum_dy_xmu, sum_dy_xmu * inverse, sum_dy};
 }
 static Values bn_backward_elemt(Values& a) {
   Tensor dy = a[0].toTensor(), x = a[1].toTensor(), mean = a[2].toTensor(), inverse = a[3].toTensor(), w = tensor_or_none(a[4]), sum_dy = a[5].toTensor(), sum_dy_xmu = a[6].toTensor();

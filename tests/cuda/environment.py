@@ -29,6 +29,11 @@ CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 #: What the tests need beside torch.
 REQUIREMENTS = ("pytest", "hypothesis", "setuptools")
 
+#: The sources of the CUDA runtime.
+RUNTIME = [
+    f"{part}.cpp" for part in ("counters", "launches", "devices", "memory", "streams", "graphs")
+]
+
 CXX = os.environ.get("CXX", "g++")
 
 
@@ -179,17 +184,17 @@ class Libraries:
     def build(self) -> list[str]:
         """Returns the names of the libraries, in the order in which they are to be loaded."""
         (runtime,) = [name for name in self.needed if name.startswith("libcudart.")]
-        self._compile(runtime, "runtime.cpp", "-ldl", "-lpthread")
-        self._compile("libcuda.so.1", "driver.cpp", runtime)
-        self._compile("libnccl.so.2", "nccl.cpp", runtime)
+        self._compile(runtime, RUNTIME, "-ldl", "-lpthread")
+        self._compile("libcuda.so.1", ["driver.cpp"], runtime)
+        self._compile("libnccl.so.2", ["nccl.cpp"], runtime)
         own = [runtime, "libcuda.so.1", "libnccl.so.2"]
         self._stubs(own)
         rest = [name for name in self.needed if name not in own]
         for name in rest:
-            self._link(name, "-Wl,--no-as-needed", str(self.folder / "libsimulatedstubs.so"))
-        values = ["-L" + str(self.torch / "lib"), "-ltorch", "-ltorch_cpu", "-ltorch_cuda"]
-        values += ["-lc10", "-lc10_cuda", "-Wl,--allow-shlib-undefined"]
-        self._compile("libvalues.so", "values.cpp", runtime, *values)
+            self._link(name, "-Wl,--no-as-needed", "libsimulatedstubs.so")
+        torch = [f"-I{self.torch / 'include'}", f"-L{self.torch / 'lib'}"]
+        torch += ["-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
+        self._compile("libvalues.so", ["values.cpp"], runtime, *torch)
         return [*own, "libsimulatedstubs.so", *rest]
 
     def _stubs(self, own: list[str]) -> None:
@@ -200,13 +205,20 @@ class Libraries:
         stubs.write_text(stubs_of(self.undefined - defined))
         self._link("libsimulatedstubs.so", str(stubs), str(SOURCES / "libraries.c"), own[0])
 
-    def _compile(self, name: str, source: str, *others: str) -> None:
-        flags = ["-O1", "-std=c++20", "-DNDEBUG", f"-I{self.include}"]
-        flags += [f"-I{self.torch / 'include'}"] if source == "values.cpp" else []
-        self._link(name, *flags, str(SOURCES / source), *others)
+    def _compile(self, name: str, sources: list[str], *others: str) -> None:
+        flags = (
+            "-O1",
+            "-std=c++20",
+            "-DNDEBUG",
+            f"-I{self.include}",
+            "-Wl,--allow-shlib-undefined",
+        )
+        self._link(name, *flags, *(str(SOURCES / source) for source in sources), *others)
 
     def _link(self, name: str, *parts: str) -> None:
-        given = [str(self.folder / part) if part in self.needed else part for part in parts]
+        """Makes a library. Parts are options, files, and names of libraries made before."""
+        made = {path.name for path in self.folder.iterdir()}
+        given = [str(self.folder / part) if part in made else part for part in parts]
         compiler = "gcc" if any(part.endswith(".c") for part in parts) else CXX
         _run(
             *(compiler, "-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{name}"),

@@ -70,6 +70,13 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def constant_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Lets `torch.compile` call a function while it traces, and keep the result as a constant."""
+    # What `torch.compiler.assume_constant_result` does, without the import of the compiler.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 #: Whether collectives between processes stay in the graphs of `torch.compile`. Older releases were
 #: not tried.
 COMPILES_COLLECTIVES = TorchVersion(torch.__version__) >= "2.13"

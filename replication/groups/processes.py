@@ -27,10 +27,10 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from ctypes import string_at
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from hashlib import sha256
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
@@ -62,10 +62,13 @@ from replication.groups.base import (
     reduce_tensors,
     signature_of,
 )
+from replication.groups.graphs import run_in_graph, stays_in_graph
 from replication.groups.registry import as_process_group, check_usable, part_of, state_of, world
+from replication.warning import once_for, warn
 
 __all__ = ["ProcessGroup"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _REMEDY = (
@@ -94,7 +97,8 @@ class Collective:
     def __init__(self, group: ProcessGroup, signature: Signature) -> None:
         self.process_group, self.name, self.signature = group.process_group, group.name, signature
         # A lock would not help: calls in several threads at once would match in no order.
-        self.ordinal = group.state.calls = group.state.calls + 1
+        state = state_of(self.process_group)
+        self.ordinal = state.calls = state.calls + 1
 
     def __str__(self) -> str:
         return f"`{self.name}`, call {self.ordinal}: {self.signature}"
@@ -179,6 +183,28 @@ def compares_all_calls() -> bool:
     return distributed.get_debug_level().value > 0  # type: ignore[attr-defined, no-any-return]
 
 
+def breaks_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Excludes a method of `ProcessGroup` from `torch.compile`. The first such call warns."""
+
+    @uncompiled
+    def call_and_warn(*args: P.args, **kwargs: P.kwargs) -> T:
+        if once_for(function):
+            name = args[1] if function.__name__ == "_run_now" else function.__name__
+            warn(
+                f"{name} between processes breaks the graph of torch.compile. Sums, means, "
+                "extremes, broadcasts, and all_gather with same_shape=True stay in it, in "
+                "floating-point and int32 or int64 numbers, from torch 2.13 on"
+            )
+        return function(*args, **kwargs)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        compiles = torch.compiler.is_dynamo_compiling()
+        return (call_and_warn if compiles else function)(*args, **kwargs)
+
+    return call
+
+
 #: Up to this many ranks and bytes per rank, gathering a vector is faster than reducing it.
 _FEW_RANKS, _FEW_BYTES = 8, 64 * 1024
 
@@ -239,7 +265,6 @@ class ProcessGroup(Group):
         check_usable(used, name)
         super().__init__(used.rank(), used.size())
         self.name = name
-        self.state = state_of(used)
         # Graphs refer to this object. A loss that outlives the script must not keep the threads of
         # a destroyed group alive.
         self._process_group = ref(used)
@@ -309,12 +334,12 @@ class ProcessGroup(Group):
 
     # -- collectives ---------------------------------------------------------------------------
 
-    @uncompiled
+    @breaks_graphs
     def barrier(self) -> None:
         with Collective(self, Signature("barrier")) as call:
             wait_for_all(call.process_group)
 
-    @uncompiled
+    @breaks_graphs
     def all_gather_object(self, obj: T) -> tuple[T, ...]:
         """Returns pickled copies of the objects of all members, in the order of their ranks.
 
@@ -327,10 +352,16 @@ class ProcessGroup(Group):
             parts = call.gather_bytes(data, call.compare_lengths(len(data)))
         return tuple(map(pickle.loads, parts))
 
-    @uncompiled
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
-        """Runs the method of the name: `_all_reduce`, for example."""
         self.refuse_exports()
+        if torch.compiler.is_dynamo_compiling() and stays_in_graph(name, tensors, **option):
+            members = self.process_group.group_name, self.rank, self.size
+            return run_in_graph(name, tensors[0], members, **option)
+        return self._run_now(name, tensors, **option)
+
+    @breaks_graphs
+    def _run_now(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
+        """Runs the method of the name: `_all_reduce`, for example."""
         requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         signature = signature_of(name, tensors, option)._replace(requires_grad=requires_grad)
         device = tensors[0].device
@@ -470,8 +501,12 @@ def process_group_of(process_group: Any, name: str) -> ProcessGroup | None:
     if used is None:
         return None
     check_usable(used, name)
+    if torch.compiler.is_dynamo_compiling():
+        # Made anew: a graph that depends on those kept would be compiled again when they change.
+        group = ProcessGroup(used, name)
+        return group if group.size > 1 else None
     groups = state_of(used).groups
     if name not in groups:
         groups[name] = ProcessGroup(used, name)
-    group: ProcessGroup = groups[name]
+    group = groups[name]
     return group if group.size > 1 else None

@@ -104,7 +104,6 @@ INTERNAL = {
     "ProcessGroup.where",
     "ReplicaAware.process_group",
     "ReplicaGroup.exchange",
-    "ReplicaGroup.is_replayed",
     "ReplicaGroup.where",
 }
 

@@ -95,7 +95,7 @@ class Message(NamedTuple):
     reply: Callable[[Identified], list[Any]] | None = None
 
 
-class Channel(Exchange):
+class PipeExchange(Exchange):
     """The calls of one master and its slaves in one forward."""
 
     def __init__(self, path: str) -> None:
@@ -122,9 +122,9 @@ class SlavePipe:
     """The connection of a slave to its master. Made by `SyncMaster.register_slave`."""
 
     def __init__(
-        self, identifier: Hashable, channel: Channel, rendezvous: Rendezvous, replica: int
+        self, identifier: Hashable, exchange: PipeExchange, rendezvous: Rendezvous, replica: int
     ) -> None:
-        self.identifier, self._channel = identifier, channel
+        self.identifier, self._exchange = identifier, exchange
         self._rendezvous, self._replica = rendezvous, replica
 
     def run_slave(self, msg: Any) -> Any:
@@ -141,8 +141,8 @@ class SlavePipe:
                 "never answers; if another toolkit's patch_replication_callback has called the "
                 "callbacks again, remove it"
             )
-        channel, message = self._channel, Message(self.identifier, msg)
-        return channel(self._rendezvous, self._replica, message, channel.merge)
+        message = Message(self.identifier, msg)
+        return self._exchange(self._rendezvous, self._replica, message)
 
 
 def replies_of(callback: MasterCallback, path: str, messages: Identified) -> list[Any]:
@@ -229,21 +229,21 @@ class SyncMaster:
                 replica calls.
         """
         current = calling_replica("register_slave")
-        channel = self._channel(current)
+        exchange = self._exchange(current)
         with current.rendezvous.lock:
-            channel.register(identifier, current.replica)
+            exchange.register(identifier, current.replica)
         self._has_slaves = True
-        return SlavePipe(identifier, channel, current.rendezvous, current.replica)
+        return SlavePipe(identifier, exchange, current.rendezvous, current.replica)
 
-    def _channel(self, current: CurrentReplica) -> Channel:
+    def _exchange(self, current: CurrentReplica) -> PipeExchange:
         made = current.rendezvous.exchanges
-        channel: Channel = made.setdefault(self, Channel(current.path or "SyncMaster"))
-        return channel
+        exchange: PipeExchange = made.setdefault(self, PipeExchange(current.path or "SyncMaster"))
+        return exchange
 
     @property
     def nr_slaves(self) -> int:
         """The number of slaves that are registered in the current forward."""
-        return len(self._channel(calling_replica("nr_slaves")).calls) - 1
+        return len(self._exchange(calling_replica("nr_slaves")).calls) - 1
 
     def run_master(self, master_msg: Any) -> Any:
         """Collects the messages of the slaves, calls the callback and returns the master's reply.
@@ -258,8 +258,7 @@ class SyncMaster:
         if this_thread.current is None and not self._has_slaves:  # a layer that is the only copy
             return replies_of(self._master_callback, "SyncMaster", [(_MASTER, master_msg)])[0]
         current = calling_replica("run_master")
-        channel = self._channel(current)
+        exchange = self._exchange(current)
         # The last replica to arrive calls the callback. Its thread must not change the bits.
-        reply = as_in_this_thread(partial(replies_of, self._master_callback, channel.path))
-        message = Message(_MASTER, master_msg, reply)
-        return channel(current.rendezvous, _MASTER, message, channel.merge)
+        reply = as_in_this_thread(partial(replies_of, self._master_callback, exchange.path))
+        return exchange(current.rendezvous, _MASTER, Message(_MASTER, master_msg, reply))

@@ -18,6 +18,7 @@ from replication.errors import ReplicationError
 from replication.groups.base import Group, Signature
 from replication.groups.processes import Collective, ProcessGroup
 from replication.groups.replicas import ReplicaGroup
+from replication.sync.lifecycle import Phase, phase
 from syncbn.channels import copied
 from syncbn.statistics import Arguments, CountBatch, check_count
 from syncbn.textbook import exact_batch_norm
@@ -43,7 +44,7 @@ def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor)
     options += ", clamp" * epsilon.clamps + ", mask" * has_mask
     name, layouts = f"batch_norm({options})", ((x.dtype, (x.size(1),)),)
     if isinstance(group, ReplicaGroup):
-        if group.is_replayed:
+        if phase() is Phase.REPLAYED:
             what = "with a mask" if has_mask else "in clamp mode or on this device"
             raise ReplicationError(
                 f"{group.where}: a replica cannot recompute a call {what}, for which the other "

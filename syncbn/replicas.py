@@ -32,6 +32,7 @@ from replication._torch import apply_of, sees_saved_tensors
 from replication.devices import current_streams, record_stream, use_streams
 from replication.errors import ReplicationError
 from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
+from replication.sync.lifecycle import Phase, phase
 from syncbn.channels import HALF, constant_tensor, copied, in_format_of, memory_format
 from syncbn.kernels import Kernels
 from syncbn.statistics import Arguments, CountBatch, KernelMoments, check_count
@@ -57,7 +58,7 @@ def normalized_in_replica(
 ) -> Tensor:
     """Normalizes the shard of this replica with the moments of the whole batch."""
     shard = Shard(arguments, kernels)
-    if group.is_replayed:
+    if phase() is Phase.REPLAYED:
         return recomputed(shard, past_calls, group.where)
     if not shard.may_be_joined:
         shard.save_in_this_thread()

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import repeat
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ from replication.groups.base import (
     signature_of,
 )
 from replication.steps.broadcast import broadcast
-from replication.sync.lifecycle import Phase, calling_replica, phase, this_thread
+from replication.sync.lifecycle import CurrentReplica, calling_replica
 from replication.sync.rendezvous import Exchange, Rendezvous, site
 from replication.texts import path_or_root
 
@@ -97,24 +99,33 @@ class CallbackContext:
         return self._communicator.group(copy_id)
 
 
-#: The name and layouts of a member's `Signature`, its message, the function that merges, whether
-#: the message requires gradients, whether the thread is in inference mode, and the number of
-#: autograd nodes that the thread has made.
-Request = tuple[tuple[str, Layouts], Any, Callable[..., Iterable[Any]], bool, bool, int]
+class Request(NamedTuple):
+    """What a member of a group sends."""
+
+    #: The name and layouts of its `Signature`, which must match on every member.
+    call: tuple[str, Layouts]
+    message: Any
+    #: Returns the answers to all members, given their messages.
+    merge: Callable[[list[Any]], Iterable[Any]]
+    #: Whether the message requires gradients, and whether the thread is in inference mode.
+    requires_grad: bool
+    is_inference: bool
+    #: The number of autograd nodes that the thread has made.
+    nodes: int
 
 
 # Outside a forward there is no rendezvous. It does not refer to their groups, so that it is
 # freed with the last of them.
-class Communicator:
+class Communicator(Exchange):
     """The state that the members of one group share in one forward."""
 
     def __init__(self, rendezvous: Rendezvous | None, layer: str, replicas: Sequence[int]) -> None:
+        is_part = rendezvous is not None and len(replicas) != rendezvous.size
+        part = f", replicas {replicas[0]}-{replicas[-1]}" if is_part else ""
+        super().__init__(layer + part, replicas)
         self.rendezvous = rendezvous
         self.layer = layer
         self.replicas = replicas
-        is_part = rendezvous is not None and len(replicas) != rendezvous.size
-        self.path = f"{layer}, replicas {replicas[0]}-{replicas[-1]}" if is_part else layer
-        self.exchange = Exchange(self.path, replicas)
         self._parts: dict[tuple[int, int], Communicator] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,23 +156,24 @@ class Communicator:
         return self._parts[start, stop]
 
     def merge(self, requests: list[Request]) -> Iterable[tuple[Any, int]]:
-        """Returns the reply to each member, and how many autograd nodes all count up to."""
-        # `Exchange` calls it in the thread of the last member to arrive. The replies do not depend
-        # on it: it may run without grad, in inference mode, or with saved-tensor hooks.
-        calls, messages, merges, requires_grad, inferring, nodes = zip(*requests, strict=True)
+        """Returns the answer to each member, and the number of nodes up to which all count."""
+        # The thread of the last member to arrive runs it, perhaps without grad, in inference mode,
+        # or with saved-tensor hooks. The answers do not depend on that.
+        calls = list(map(attrgetter("call"), requests))
         if calls.count(calls[0]) < len(calls):
-            where = site((self.path, self.exchange.calls[self.replicas[0]]))
+            where = site((self.path, self.calls[self.replicas[0]]))
             described = [(call, str(Signature(*call))) for call in calls]
             check_same_call(described, where, self.replicas, "replica")
-        most, grad, inference = max(nodes), any(requires_grad), all(inferring)
-        count_nodes_up_to(most)
+        grad = any(map(attrgetter("requires_grad"), requests))
+        inference = all(map(attrgetter("is_inference"), requests))
+        count_nodes_up_to(max(map(attrgetter("nodes"), requests)))
         with ExitStack() as stack:
             set_grad_modes(stack, grad=grad, inference=inference)
             if sees_saved_tensors():
                 stack.enter_context(hidden_from_hooks())
-            replies = list(merges[0](list(messages)))
-        reached = nodes_made() if grad else 0
-        return zip(replies, [reached] * len(replies), strict=True)
+            # Read here, because the function may compute while its answers are read.
+            answers = list(requests[0].merge(list(map(attrgetter("message"), requests))))
+        return zip(answers, repeat(nodes_made() if grad else 0))
 
 
 def hidden_from_hooks() -> saved_tensors_hooks:
@@ -199,11 +211,6 @@ class ReplicaGroup(Group):
     def where(self) -> str:
         return f"`{self._communicator.path}`, replica {self._replica}"
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether a checkpoint recomputes this replica alone, so no other would answer a call."""
-        return phase() is Phase.REPLAYED
-
     def exchange(
         self,
         name: str,
@@ -229,39 +236,53 @@ class ReplicaGroup(Group):
         Raises:
             ReplicationError: As `Group`. Also if no other member could answer the call.
         """
-        communicator, rendezvous = self._communicator, self._checked_rendezvous(name)
-        # All count up to one number, so that the order of nodes does not depend on who merged.
-        nodes = nodes_made() if requires_grad else 0
-        call, infers = (name, layouts), torch.is_inference_mode_enabled()
-        request: Request = (call, message, merge, requires_grad, infers, nodes)
-        reply, most = communicator.exchange(rendezvous, self._replica, request, communicator.merge)
-        count_nodes_up_to(most)
-        return reply  # type: ignore[no-any-return]
+        communicator, replica = self._communicator, self._replica
+        try:
+            caller = calling_replica(f"`{communicator.path}`: {name}")
+        except ReplicationError:
+            self._check_lives(name)
+            raise
+        rendezvous = caller.rendezvous
+        if rendezvous is not communicator.rendezvous or caller.replica != replica or caller.path:
+            raise self._refusal(name, caller)
+        request = Request(
+            call=(name, layouts),
+            message=message,
+            merge=merge,
+            requires_grad=requires_grad,
+            is_inference=torch.is_inference_mode_enabled(),
+            nodes=nodes_made() if requires_grad else 0,
+        )
+        # The engine runs the nodes with the highest numbers first. All members count up to one
+        # number, so that their order does not depend on who has merged.
+        answer, nodes = communicator(rendezvous, replica, request)
+        count_nodes_up_to(nodes)
+        return answer  # type: ignore[no-any-return]
 
-    def _checked_rendezvous(self, name: str) -> Rendezvous:
-        """Returns the rendezvous. Raises if no other member could answer a call made here."""
-        communicator, replica, current = self._communicator, self._replica, this_thread.current
-        rendezvous = communicator.rendezvous or communicator.live_rendezvous()
-        is_of_this_forward = current is not None and current.rendezvous is rendezvous
-        if not is_of_this_forward and rendezvous.has_ended(replica):
-            text = (
-                f"{name} of a group whose forward has ended; read self.group in each forward, "
-                "call no collectives in hooks or custom backwards, and leave the layer out of "
-                "activation checkpoints"
-            )
-        elif (caller := calling_replica(f"`{communicator.path}`: {name}")).path:  # a callback runs
+    def _check_lives(self, name: str) -> None:
+        """Raises if the forward to which this group belongs has ended."""
+        if self._communicator.live_rendezvous().has_ended(self._replica):
+            raise ReplicationError(
+                f"{self.where}: {name} of a group whose forward has ended; read self.group in "
+                "each forward, call no collectives in hooks or custom backwards, and leave the "
+                "layer out of activation checkpoints"
+            ) from None
+
+    def _refusal(self, name: str, caller: CurrentReplica) -> ReplicationError:
+        """The error of a call that no other member could answer."""
+        self._check_lives(name)
+        if caller.path:  # a callback runs
             text = (
                 f"{name} in a replication callback; callbacks run one after the other, so that "
                 "no other copy can answer: call collectives in forward"
             )
-        elif not is_of_this_forward or caller.replica != replica:
-            text = (
-                f"replica {caller.replica} calls {name} of the group of copy {replica}; pass "
-                "ctx.group the copy_id that the callback receives"
-            )
         else:
-            return rendezvous
-        raise ReplicationError(f"{self.where}: {text}")
+            text = (
+                f"replica {caller.replica} calls {name} of the group of copy {self._replica}; "
+                "pass ctx.group the copy_id that the callback receives, and read self.group in "
+                "each forward"
+            )
+        return ReplicationError(f"{self.where}: {text}")
 
     def _run(self, name: str, tensors: Tensors, **option: Any) -> Tensors:
         merge, grad_enabled = _MERGES[name], torch.is_grad_enabled()

@@ -49,10 +49,6 @@ _DIVERGED = (
     "for branches that depend on data, and for layers in eval() in one replica only."
 )
 
-#: Returns one reply for each message. Both are in the order of the replicas.
-Merge = Callable[[list[Any]], Iterable[Any]]
-
-
 #: The path of a layer, and the ordinal of the call, counted from 1 in each forward.
 Place = tuple[str, int]
 
@@ -264,7 +260,11 @@ class Exchange:
         self.calls[replica] = 0
         self._round.missing.add(replica)
 
-    def __call__(self, rendezvous: Rendezvous, replica: int, message: Any, merge: Merge) -> Any:
+    def merge(self, messages: list[Any]) -> Iterable[Any]:
+        """Returns one reply for each message. Both are in the order of the replicas."""
+        raise NotImplementedError
+
+    def __call__(self, rendezvous: Rendezvous, replica: int, message: Any) -> Any:
         """Sends a message, and returns the reply once the messages of all are merged."""
         with named_range(f"exchange {self.path}, replica {replica}"):
             with rendezvous.lock:
@@ -280,7 +280,7 @@ class Exchange:
                     return current.replies.pop(replica)
                 self._round = Round(self.calls)
             try:
-                return self._merge(rendezvous, replica, current, merge)
+                return self._answer_all(rendezvous, replica, current)
             except BaseException as error:
                 rendezvous.fail(replica, error)  # the others wait for their replies
                 raise
@@ -300,10 +300,10 @@ class Exchange:
                 current.missing.add(replica)
             raise
 
-    def _merge(self, rendezvous: Rendezvous, replica: int, current: Round, merge: Merge) -> Any:
+    def _answer_all(self, rendezvous: Rendezvous, replica: int, current: Round) -> Any:
         replicas = sorted(current.messages)
         # No variable holds the messages, because the traceback of an error refers to this frame.
-        replies = merge(list(map(current.messages.pop, replicas)))
+        replies = self.merge(list(map(current.messages.pop, replicas)))
         with rendezvous.lock:
             current.replies.update(zip(replicas, replies, strict=True))
             rendezvous.wake()

@@ -107,8 +107,9 @@ def test_a_wait_ends_even_if_its_notification_is_lost(monkeypatch):
     """As by a Ctrl-C between the lines of `threading.Condition.notify_all`."""
     monkeypatch.setattr(module, "LOOK_AGAIN", 0.01)
     rendezvous, exchange = begun(2), Exchange("layer", [0, 1])
+    exchange.merge = lambda sent: [sum(sent)] * 2
     rendezvous.wake = lambda: None
-    calls = [lambda i=i: exchange(rendezvous, i, i, lambda sent: [sum(sent)] * 2) for i in (0, 1)]
+    calls = [lambda i=i: exchange(rendezvous, i, i) for i in (0, 1)]
     assert values(together(*calls)) == [1, 1]
 
 
@@ -122,12 +123,13 @@ def test_a_message_of_an_aborted_wait_is_left_to_a_thread_that_merges_it():
         return messages
 
     def first() -> Any:
-        return exchange(rendezvous, 0, "from 0", merge)
+        return exchange(rendezvous, 0, "from 0")
 
     def second() -> Any:
         assert soon(lambda: rendezvous.waits)
-        return exchange(rendezvous, 1, "from 1", merge)
+        return exchange(rendezvous, 1, "from 1")
 
+    exchange.merge = merge
     waiting, merging = together(first, second)
     assert type(waiting.error) is ReplicaFailed
     assert (merging.value, got) == ("from 1", ["from 0", "from 1"])

@@ -1,12 +1,19 @@
-"""A simulated accelerator: two devices, "sim:0" and "sim:1", in the memory of the host.
+"""A foreign backend: two devices, "sim:0" and "sim:1", in the memory of the host.
 
-It computes on the CPU's kernels, and keeps account of what would go wrong on an accelerator: see
-`backend.cpp`. torch knows one such backend per process, and takes it for *the* accelerator of the
-machine, so tests on it run in a separate process::
+GPUs are simulated by `tests.cuda`, which runs CUDA's own code. Here is only what it cannot show,
+because CUDA has all of it:
 
-    pytest --simulated-accelerator
+- a type of device that is not "cuda", for which torch knows no module but the one that is given
+- a backend without kernels for batch norm in parts, or without a kernel of `Tensor.record_stream`
+- devices without float64, as on MPS
+- operations that refuse tensors of two devices of such a backend
 
-In it, run the tests that are marked ``accelerator``.
+torch knows one such backend per process, and takes it for *the* accelerator of the machine, so
+tests on it run in a separate process::
+
+    pytest --simulated-accelerator tests/accelerator
+
+`benchmarks.host` measures on it as well, with kernels that compute nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +23,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -35,7 +41,7 @@ from tests import fused
 NAME = "sim"
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("backend.cpp", "detector.h", "hollow.h")]
+SOURCES = [HERE / name for name in ("backend.cpp", "hollow.h")]
 
 #: The versions of torch that the backend is written for.
 OLDEST = (2, 13)
@@ -95,7 +101,7 @@ def register(is_hollow: bool = False) -> None:
         library.register_hollow_kernels()
         return
     for name, kernel in fused.KERNELS.items():
-        fused_kernels.impl(name, as_one_kernel(name, kernel), "PrivateUse1")
+        fused_kernels.impl(name, as_one_kernel(kernel), "PrivateUse1")
 
 
 def register_record_stream() -> None:
@@ -103,18 +109,18 @@ def register_record_stream() -> None:
     stream_kernel = torch.library.Library("aten", "IMPL")
     stream_kernel.impl(
         "record_stream",
-        lambda memory, s: library.record_stream(memory, s.device_index, s.stream_id),
+        lambda memory, stream: None,
         "PrivateUse1",
     )
     has_kernels.cache_clear()
 
 
-def as_one_kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Counts the operations of a function as a single launch, for which no host waits."""
+def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function use float64 inside, as a kernel may."""
 
     @wraps(function)
     def kernel(*args: Any, **out: Any) -> Any:
-        library.begin_kernel(name)
+        library.begin_kernel()
         try:
             return function(*args, **out)
         finally:
@@ -175,16 +181,6 @@ def device_module() -> ModuleType:
 
 
 @contextmanager
-def delays(microseconds: int) -> Iterator[None]:
-    """Delays each operation by a random time up to this, so that threads overtake each other."""
-    library.set_longest_delay(microseconds)
-    try:
-        yield
-    finally:
-        library.set_longest_delay(0)
-
-
-@contextmanager
 def no_float64() -> Iterator[None]:
     """Takes float64 from the devices, in copies to and from the host as well."""
     library.set_lacks_float64(True)
@@ -205,25 +201,3 @@ def no_record_stream() -> Iterator[None]:
         yield
     finally:
         register_record_stream()
-
-
-@contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Counts operations by kind and name, such as "launch add" or "wait _local_scalar_dense".
-
-    The kinds are "launch", "wait" (the host waits for a device), "copy" (to another device) and
-    "from host" (a copy from pageable memory). The counts are there after the ``with`` block.
-    """
-    counted: Counter[str] = Counter()
-    library.take_log()
-    library.set_logging(True)
-    try:
-        yield counted
-    finally:
-        library.set_logging(False)
-        counted.update(library.take_log())
-
-
-def findings() -> list[str]:
-    """Returns the unordered accesses, and memory that was freed early, since the last call."""
-    return library.take_findings()

@@ -1,17 +1,14 @@
 // A simulated accelerator: a PrivateUse1 backend of torch with two devices in the host's memory.
 //
 // Each operation runs at once, in the thread that calls it, on the host's kernels, so its numbers
-// are the CPU's. What an accelerator adds is kept as an account:
+// are the CPU's. What a backend adds is there:
 //
-//   - streams and events, and which accesses of memory they order (detector.h)
-//   - what was launched, and for what the host has waited, by name (`take_log`)
 //   - a current device and a current stream for each thread
 //   - an error when an operation meets tensors of two devices
-//   - a delay of random length before each operation, so that threads overtake each other
 //   - if asked to, no float64: as on MPS, which cannot convert in a copy either
 //
-// Not simulated: memory is not protected, an operation never runs later than it is called, and
-// nothing is known of a stream's priority or of the time between events.
+// Not simulated: streams, which order nothing here, and the time that anything takes. For both see
+// tests/cuda.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -26,11 +23,7 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
-#include <random>
-#include <thread>
 
-#include "detector.h"
 #include "hollow.h"
 
 namespace simulated {
@@ -43,14 +36,10 @@ const int DEVICES = [] {
   return number ? std::min(std::atoi(number), MOST_DEVICES) : 2;
 }();
 
-Detector detector;
-
-// -- what each thread has, and the log ---------------------------------------------------------
+// -- what each thread has ----------------------------------------------------------------------
 
 thread_local int current_device = 0;
 thread_local std::array<std::int64_t, MOST_DEVICES> current_streams{};
-
-Stream current_stream(int device) { return {device, current_streams.at(device)}; }
 
 c10::Device device_at(int index) { return {KIND, static_cast<c10::DeviceIndex>(index)}; }
 
@@ -59,42 +48,16 @@ void set_device(int index) {
   current_device = index;
 }
 
-std::atomic<std::int64_t> longest_delay{0};  // microseconds
-
-void delay() {
-  thread_local std::minstd_rand random{std::random_device{}()};
-  if (auto longest = longest_delay.load())
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % longest));
-}
-
-std::mutex log_mutex;
-std::vector<std::string> entries;
-std::atomic<bool> logs{false};
 thread_local int kernels = 0;  // written in Python, around the operations that they consist of
-
-void log(const std::string& kind, const std::string& name) {
-  if (!logs || kernels) return;
-  std::lock_guard guard(log_mutex);
-  entries.push_back(kind + " " + name);
-}
-
-std::vector<std::string> take_log() {
-  std::lock_guard guard(log_mutex);
-  return std::exchange(entries, {});
-}
 
 // -- memory ------------------------------------------------------------------------------------
 
 std::atomic<bool> is_hollow{false};  // operations are timed, and not checked
 
 struct Allocator final : at::Allocator {
-  static void release(void* block) {
-    if (!is_hollow) detector.free(block);
-    std::free(block);
-  }
+  static void release(void* block) { std::free(block); }
   at::DataPtr allocate(std::size_t size) override {
     void* block = size ? std::malloc(size + 64) : nullptr;  // kernels may read in whole vectors
-    if (block && !is_hollow) detector.allocate(block, current_stream(current_device));
     return {block, block, &release, device_at(current_device)};
   }
   at::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -107,8 +70,6 @@ Allocator allocator;
 REGISTER_ALLOCATOR(KIND, &allocator);
 
 bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == KIND; }
-
-void* block_of(const at::Tensor& tensor) { return tensor.storage().mutable_data(); }
 
 /// Returns the same memory as a tensor of the host.
 at::Tensor on_host(const at::Tensor& tensor) {
@@ -171,7 +132,6 @@ const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef size,
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
-  static Stream key(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
   static c10::Stream stream_of(c10::Device device, std::int64_t id) {
     return c10::Stream(c10::Stream::UNSAFE, device_at(index_of(device)), id);
   }
@@ -212,34 +172,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return reinterpret_cast<void*>(stream.id() + 1);
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    log("wait", "synchronize of a stream");
-    detector.host_waits(detector.record(key(stream)));
-  }
-  void synchronizeDevice(const c10::DeviceIndex device) const override {
-    log("wait", "synchronize of a device");
-    detector.host_waits_for_device(device);
-  }
-  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& user) const override {
-    detector.record_stream(memory.get(), key(user));
-  }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+  // An event has always happened.
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    if (!*event) *event = new Clock;
-    *static_cast<Clock*>(*event) = detector.record(key(stream));
+    static char only;
+    *event = &only;
   }
-  void block(void* event, const c10::Stream& stream) const override {
-    if (event) detector.wait(key(stream), *static_cast<Clock*>(event));
-  }
+  void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void* event) const override {
-    log("wait", "synchronize of an event");
-    if (event) detector.host_waits(*static_cast<Clock*>(event));
-  }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock*>(event);
-  }
+  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -311,32 +257,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // -- copies ------------------------------------------------------------------------------------
 
-/// Copies between two devices, or between a device and the host, as CUDA orders them.
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  delay();
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   std::optional<hollow::Launch> launch;
   if (is_hollow) launch.emplace();
-  if (from.scalar_type() != to.scalar_type()) check_dtype(from.scalar_type()), check_dtype(to.scalar_type());
-  auto name = from.device().str() + "->" + to.device().str();
-  auto stream = current_stream((is_ours(from) ? from : to).device().index());
-  std::vector<void*> reads, writes;
-  if (is_ours(from)) reads.push_back(block_of(from));
-  if (is_ours(to)) writes.push_back(block_of(to));
-  if (is_ours(from) && is_ours(to)) {
-    log(from.device() == to.device() ? "launch" : "copy", name);
-    auto other = current_stream(to.device().index());
-    // The copy runs on the source's stream, and the stream of the destination takes part.
-    detector.wait(stream, detector.record(other));
-    detector.run("copy", stream, reads, writes);
-    detector.wait(other, detector.record(stream));
-  } else {
-    // Memory of the host is pageable, from where even a copy that does not block is staged.
-    log(is_ours(from) ? "wait" : "from host", name);
-    detector.run("copy", stream, reads, writes);
-    if (!non_blocking)
-      detector.host_waits(detector.record(stream));
-    else if (is_ours(from))
-      detector.found("the host may read before a copy that does not block has reached it");
+  if (from.scalar_type() != to.scalar_type()) {
+    check_dtype(from.scalar_type());
+    check_dtype(to.scalar_type());
   }
   at::AutoDispatchBelowADInplaceOrView below;
   on_host(to).copy_(on_host(from));
@@ -353,13 +279,6 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 /// Operations of lists, each of whose items may be on a device of its own.
 bool takes_several_devices(const std::string& name) {
   return name.rfind("aten::_foreach", 0) == 0 || name.rfind("aten::_fused", 0) == 0;
-}
-
-/// Whether the host needs a value that the device computes: a number, or the size of the result.
-bool makes_the_host_wait(const std::string& operation) {
-  static const std::set<std::string> names{"_local_scalar_dense", "equal", "nonzero",
-                                           "masked_select", "_unique2", "unique_dim"};
-  return names.count(operation) > 0;
 }
 
 /// Whether an operation writes an argument. The schemas of older kernels do not say that they
@@ -379,28 +298,13 @@ class Call {
     take_arguments();
     check_devices();
     c10::DeviceGuard guard(device_at(device_));
-    if (is_hollow) return run_hollow();
-    if (!is_view()) delay();
+    std::optional<hollow::Launch> launch;
+    if (is_hollow && !is_view()) launch.emplace();
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
     return_results();
-    if (is_view()) return;
-    auto operation = name_.substr(name_.find("::") + 2);
-    log("launch", operation);
-    detector.run(operation, current_stream(device_), reads_, writes_);
-    if (makes_the_host_wait(operation)) {
-      log("wait", operation);
-      detector.host_waits(detector.record(current_stream(device_)));
-    }
   }
 
  private:
-  void run_hollow() {
-    std::optional<hollow::Launch> launch;
-    if (!is_view()) launch.emplace();
-    op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
-    return_results();
-  }
-
   struct Pair {
     at::Tensor ours, host;
     bool is_written;
@@ -446,7 +350,6 @@ class Call {
     }
     auto host = on_host(tensor);
     pairs_.push_back({tensor, host, writes(argument), host.mutable_data_ptr()});
-    (writes(argument) ? writes_ : reads_).push_back(block_of(tensor));
     return host;
   }
 
@@ -497,7 +400,6 @@ class Call {
     }
     auto made = at::empty_strided(host.sizes(), host.strides(), host.options().device(device_at(device_)));
     if (!is_hollow) on_host(made).copy_(host);
-    writes_.push_back(block_of(made));
     return made;
   }
 
@@ -509,7 +411,6 @@ class Call {
   bool has_host_tensor_ = false;
   c10::IValue* generator_ = nullptr;
   std::vector<Pair> pairs_;
-  std::vector<void*> reads_, writes_;
 };
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
@@ -560,17 +461,10 @@ TORCH_LIBRARY(simulated, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   m.def("device_count", [] { return std::int64_t(DEVICES); });
   m.def("default_generator", [](std::int64_t index) { return default_generator(index); });
-  m.def("set_longest_delay", [](std::int64_t microseconds) { longest_delay = microseconds; });
-  m.def("begin_kernel", [](std::string name) { log("launch", name), kernels++; });
+  m.def("begin_kernel", [] { kernels++; });
   m.def("end_kernel", [] { kernels--; });
-  m.def("record_stream", [](at::Tensor memory, std::int64_t device, std::int64_t stream) {
-    detector.record_stream(block_of(memory), {static_cast<int>(device), stream});
-  });
   m.def("set_lacks_float64", [](bool lacks) { lacks_float64 = lacks; });
   m.def("register_hollow_kernels", [] { hollow::register_kernels(), is_hollow = true; });
-  m.def("set_logging", [](bool on) { logs = on; });
-  m.def("take_log", [] { return take_log(); });
-  m.def("take_findings", [] { return detector.take_findings(); });
 }
 
 }  // namespace simulated

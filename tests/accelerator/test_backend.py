@@ -1,26 +1,43 @@
-"""The simulated accelerator finds what it is there to find."""
+"""Replicas on a foreign backend, and on what such backends lack."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from replication import DataParallel
+from replication.devices import default_devices
+from syncbn import channels, convert_model
 from tests import accelerator
-from tests.devices import has_simulated
+from tests.collective_cases import CASES, derivatives, in_replicas, leaves
+from tests.devices import ACCELERATORS, HOME, has_simulated
+from tests.sharded import randomized
 
 pytestmark = [
     pytest.mark.accelerator,
     pytest.mark.skipif(not has_simulated(), reason="needs pytest --simulated-accelerator"),
 ]
 
+every_way = pytest.mark.parametrize("way", ["kernels", "textbook"], indirect=True)
+every_list = pytest.mark.parametrize(
+    "devices", [ACCELERATORS, ACCELERATORS * 2], ids=["once", "twice"]
+)
+
 
 @pytest.fixture(autouse=True)
-def nothing_found_before() -> None:
-    accelerator.findings()
+def default_device() -> None:
+    """Overrides the fixture of all other tests: these name their devices."""
 
 
-def new_stream(index: int = 0) -> torch.Stream:
-    return torch.Stream(device=f"sim:{index}")
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the kernels from the backend for the textbook."""
+    if request.param == "textbook":
+        monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: None)
 
 
 @pytest.mark.parametrize("other", ["sim:1", "cpu"])
@@ -30,80 +47,95 @@ def test_operations_on_two_devices_are_refused(other):
         with pytest.raises(RuntimeError, match="on the same device"):
             operation(x, y)
     # As on CUDA.
-    assert (x * torch.tensor(2.0, device="cpu")).sum().item() == 6
-    assert x[torch.tensor([0, 2], device="cpu")].shape == (2,)
+    assert (x * torch.tensor(2.0)).sum().item() == 6
+    assert x[torch.tensor([0, 2])].shape == (2,)
 
 
-def test_an_access_that_waits_for_nothing_is_found():
-    x = torch.ones(3, device="sim:0")
-    with torch.sim.stream(new_stream()):
-        y = x + 1
-    (found,) = accelerator.findings()
-    assert found.startswith("add on stream ")
-    assert "does not wait for fill_ on stream 0 of device 0" in found
-    assert y.tolist() == [2, 2, 2]
+def test_the_devices_of_the_backend_are_the_default():
+    assert default_devices() == [torch.device("sim", 0), torch.device("sim", 1)]
 
 
-def test_an_event_or_the_host_orders_accesses():
-    x, stream = torch.ones(3, device="sim:0"), new_stream()
-    stream.wait_event(torch.sim.current_stream().record_event())
-    with torch.sim.stream(stream):
-        x.add_(1)
-    assert accelerator.findings() == []
-    stream.synchronize()
-    x.add_(1)
-    assert accelerator.findings() == []
+@every_way
+@every_list
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_replicas_train_like_one_device_on_the_cpu(devices, dtype, way):
+    """Uneven shards, and fewer samples than replicas."""
+    plain = nn.Sequential(nn.Conv2d(2, 4, 1), randomized(nn.BatchNorm2d(4)), nn.Tanh()).double()
+    model = DataParallel(convert_model(copy.deepcopy(plain)).to("sim:0", dtype), devices)
+    loose = {torch.float64: 1e-9, torch.float32: 1e-4}[dtype]
+    for samples in (7, 4, 1):
+        x, dy = torch.randn(samples, 2, 3, 3).double(), torch.randn(samples, 4, 3, 3).double()
+        found = []
+        for module, device, kind in ((plain, "cpu", torch.float64), (model, "sim:0", dtype)):
+            module.zero_grad()
+            leaf = x.to(device, kind, copy=True).requires_grad_()
+            y = module(leaf)
+            y.backward(dy.to(y))
+            grads = [leaf.grad, *(p.grad for p in module.parameters())]
+            found.append([t.detach().cpu().double() for t in (y, *grads)])
+        torch.testing.assert_close(found[1], found[0], rtol=loose, atol=loose)
 
 
-def test_reads_need_no_order_but_a_write_after_a_read_does():
-    x, stream = torch.ones(3, device="sim:0"), new_stream()
-    torch.sim.synchronize()
-    with torch.sim.stream(stream):
-        x.sum()
-    x.sum()
-    assert accelerator.findings() == []
-    x.add_(1)
-    (found,) = accelerator.findings()
-    assert found.startswith("add_ on stream 0") or found.startswith("add on stream 0")
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_and_their_derivatives_equal_the_oracle(name):
+    case = CASES[name]
+    inputs = leaves(case, len(ACCELERATORS))
+    there = [tuple(x.to(d) for x in own) for own, d in zip(inputs, ACCELERATORS, strict=True)]
+    outputs = in_replicas(case.call, there, ACCELERATORS)
+    home = [tuple(y.cpu() for y in own) for own in outputs]
+    expected = case.oracle(inputs)
+    torch.testing.assert_close(home, expected)
+    torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_memory_that_is_freed_while_another_stream_reads_it_is_found(records):
-    x, stream = torch.ones(3, device="sim:0"), new_stream()
-    torch.sim.synchronize()
-    with torch.sim.stream(stream):
-        y = x + 1
-    if records:
-        x.record_stream(stream)
-    del x
-    assert len(accelerator.findings()) == (0 if records else 1)
-    assert y.device.type == "sim"
+@every_way
+@every_list
+@pytest.mark.parametrize("momentum", [0.1, None], ids=str)
+def test_devices_without_float64_train_like_torchs_layer(devices, momentum, way):
+    """The statistics of the batch are merged on the CPU."""
+    plain = randomized(nn.BatchNorm2d(3, momentum=momentum)).to(HOME)
+    model = DataParallel(convert_model(copy.deepcopy(plain)), devices)
+    x = torch.randn(5, 3, 2, 2, device=HOME, requires_grad=True)
+    dy = torch.randn_like(x)
+    inputs = [[x, *m.parameters()] for m in (plain, model)]
+    with accelerator.no_float64():
+        for create_graph in (False, True):
+            grads = [
+                torch.autograd.grad(m(x), leaves, dy, create_graph=create_graph)
+                for m, leaves in zip((plain, model), inputs, strict=True)
+            ]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
 
 
-def test_a_copy_between_devices_is_ordered_on_both():
-    x = torch.ones(3, device="sim:0")
-    y = x.to("sim:1")
-    x.add_(1)
-    y.add_(1)
-    assert accelerator.findings() == []
-    assert (x.tolist(), y.tolist()) == ([2, 2, 2], [2, 2, 2])
+@every_way
+def test_backends_without_record_stream_train_like_torchs_layer(way):
+    plain = randomized(nn.BatchNorm2d(3)).to(HOME)
+    model = DataParallel(convert_model(copy.deepcopy(plain)), ACCELERATORS)
+    x, dy = torch.randn(2, 5, 3, 2, 2, device=HOME)
+    found = []
+    with accelerator.no_record_stream(), torch.sim.stream(torch.Stream(device="sim:0")):
+        with pytest.raises(NotImplementedError, match="record_stream"):
+            x.record_stream(torch.sim.current_stream())
+        for m in (plain, model):
+            leaf = x.clone().requires_grad_()
+            m(leaf).backward(dy)
+            found.append([leaf.grad, *(p.grad for p in m.parameters()), *m.buffers()])
+    torch.testing.assert_close(*found)
 
 
-def test_launches_and_waits_of_the_host_are_counted():
-    x = torch.ones(3, device="sim:0")
-    with accelerator.counting() as counted:
-        x.add_(1).view(1, 3).sum().item()
-        x.to("sim:1")
-        x.cpu()
-        torch.ones(2, device="cpu").to("sim:1", non_blocking=True)
-        torch.sim.synchronize()
-    assert counted == {
-        "launch add": 1,
-        "launch sum": 1,
-        "launch _local_scalar_dense": 1,
-        "wait _local_scalar_dense": 1,
-        "copy sim:0->sim:1": 1,
-        "wait sim:0->cpu": 1,
-        "from host cpu->sim:1": 1,
-        "wait synchronize of a device": 1,
-    }
+def test_a_device_is_asked_for_float64_once(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise TypeError("no float64")
+
+    device = torch.device(HOME)
+    monkeypatch.setattr(channels, "_has_float64", {})
+    with monkeypatch.context() as context:
+        context.setattr(torch, "zeros", refuse)
+        assert not channels.has_float64(device)
+    assert not channels.has_float64(device)
+    channels._has_float64.clear()
+    with FakeTensorMode():  # whose answer is not kept
+        assert channels.has_float64(device)
+    assert not channels._has_float64
+    assert channels.has_float64(device)

@@ -6,10 +6,12 @@ Without names of parts, all of them run. A part that fails shows its output.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -49,12 +51,16 @@ PARTS = {
 LIMIT = 1200
 
 
-def variables(part: Part) -> dict[str, str]:
-    """Returns what the environment of a part has beside this one's."""
+def variables(part: Part, folder: str) -> dict[str, str]:
+    """Returns what the environment of a part has beside this one's.
+
+    Ranks exchange messages through files in the folder.
+    """
     return {
         "SIMULATED_GPUS": str(part.devices),
         "SIMULATED_LAZY": str(int(part.is_lazy)),
         "PYTHONPATH": str(ROOT),
+        "SIMULATED_NCCL_FOLDER": folder,
         # torch warns where NumPy is not installed.
         "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",
     }
@@ -62,21 +68,26 @@ def variables(part: Part) -> dict[str, str]:
 
 def run(python: Path, part: Part, *more: str) -> tuple[int, str]:
     """Returns the exit status and the output of a part."""
-    process = subprocess.Popen(
-        [str(python), *part.arguments.split(), *more],
-        cwd=ROOT,
-        env={**os.environ, **variables(part)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return 1, process.communicate()[0] + f"\nno end within {LIMIT} s"
-    return process.returncode, output
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="simulated-nccl-", dir=in_memory) as folder:
+        process = subprocess.Popen(
+            [str(python), *part.arguments.split(), *more],
+            cwd=ROOT,
+            env={**os.environ, **variables(part, folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return 1, process.communicate()[0] + f"\nno end within {LIMIT} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # whatever it has left behind
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def main() -> int:
@@ -89,6 +100,7 @@ def main() -> int:
         "--python", action="store_true", help="build the simulation and print its Python"
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the running part as well
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     begin = time.monotonic()

@@ -39,6 +39,7 @@ NAVIGATION = {
             "docs/replicas.md",
             "docs/processes.md",
             "docs/layers.md",
+            "docs/masks.md",
             "docs/recipes.md",
             "docs/libraries.md",
             "docs/migration.md",

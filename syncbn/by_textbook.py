@@ -13,10 +13,9 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from replication._torch import gathered
 from replication.errors import ReplicationError
 from replication.groups.base import Group, Signature
-from replication.groups.processes import Collective, ProcessGroup
+from replication.groups.processes import ProcessGroup
 from replication.groups.replicas import ReplicaGroup
 from replication.sync.lifecycle import Phase, phase
 from syncbn.channels import copied
@@ -54,8 +53,9 @@ def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor)
         return group.exchange(name, sums, _added, layouts=layouts)
     if isinstance(group, ProcessGroup):
         group.refuse_exports()
-        needs = arguments.x.requires_grad and torch.is_grad_enabled()
-        return _checked_sum(group, Signature(name, layouts, needs), sums)
+        requires_grad = x.requires_grad and torch.is_grad_enabled()
+        # Gathered like the numbers of the fast road, so that a mask on some ranks only is found.
+        return group.gather(Signature(name, layouts, requires_grad), sums).sum(0)
     return sums
 
 
@@ -63,15 +63,3 @@ def _added(sums: Sequence[Tensor]) -> list[Tensor]:
     first_device = sums[0].device
     total = reduce(torch.add, [each.to(first_device) for each in sums])
     return [copy for (copy,) in copied([total], [each.device for each in sums])]
-
-
-def _checked_sum(group: ProcessGroup, signature: Signature, sums: Tensor) -> Tensor:
-    if not sums.is_cpu:  # to read a fingerprint would block the host
-        return group.add(signature, sums)
-    # As long as what the fast road gathers, so that a mask on some ranks only is found.
-    with Collective(group, signature) as call:
-        rows = gathered(
-            torch.cat((sums.new_full((1,), call.fingerprint), sums)), call.process_group
-        )
-        call.check(rows[:, 0].tolist())
-    return rows[:, 1:].sum(0)

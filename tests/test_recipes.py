@@ -43,29 +43,6 @@ def network() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-# -- masks ---------------------------------------------------------------------------------------
-
-SEQUENCES = drawn(5, 6, 3)
-MASK = torch.arange(6) < torch.tensor([[6], [2], [1], [0], [0]])
-
-
-def masked(rank: int) -> tuple[Tensor, bool]:
-    layer = recipe("Padded sequences and masks")["MaskedNorm"](3).double()
-    own = slice(0, 3) if rank == 0 else slice(3, 5)  # the second rank has only padding
-    return layer(SEQUENCES[own], MASK[own]), bool(verify(layer, (SEQUENCES, MASK)))
-
-
-@needs_gloo
-def test_only_valid_positions_are_normalized():
-    expected = torch.zeros_like(SEQUENCES)
-    valid = SEQUENCES[MASK]
-    deviation = (valid.var(0, unbiased=False) + 1e-5).sqrt()
-    expected[MASK] = (valid - valid.mean(0)) / deviation
-    (first, is_equal), (second, _) = run_ranks(2, masked)
-    torch.testing.assert_close(torch.cat([first, second]), expected)
-    assert is_equal
-
-
 # -- gradient accumulation -----------------------------------------------------------------------
 
 

@@ -46,6 +46,11 @@ def test_constants_reach_every_replica(monkeypatch, capsys):
     assert capsys.readouterr().out.count("converted with the network: True") == 2
 
 
+def test_padding_has_no_influence(monkeypatch, capsys):
+    load("padded_sequences", monkeypatch).main()
+    assert capsys.readouterr().out.count("bn(x") == 2
+
+
 #: Without communication they run as well, and are wrong.
 SILENT = ["vector_quantizer", "shuffled_batchnorm"]
 TALKING = ["contrastive", "whiten", "hardest", "older_style", *SILENT]

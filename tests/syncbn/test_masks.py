@@ -15,7 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, ReplicasDiverged, ReplicationError
-from syncbn import SynchronizedBatchNormNd
+from syncbn import SynchronizedBatchNormNd, verify
 from tests import oracle
 from tests.devices import several
 from tests.layers import LAYERS, outcome_of
@@ -394,6 +394,11 @@ def test_a_compiled_step_is_one_graph_for_any_mask():
         assert_same(found, stepped(twin, twin.bn, x, mask, dy), rtol=1e-11, atol=1e-11)
     assert len(graphs) == 1
     torch.compiler.reset()
+
+
+def test_verify_proves_it():
+    x, mask = torch.randn(7, 3, 6), mask_of(7, (6,))
+    assert verify(Masked(), (x, mask), ["cpu"] * 3)
 
 
 # -- ranks -------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
     python examples/padded_sequences.py
 
-Sequences of different lengths are padded to one length. Plain BatchNorm counts the padding, so what
-the network says of a sequence depends on how long the others are. With a mask, padding takes no
-part in the statistics, and the layer's output there is zero, which is also what a convolution adds
-at the end of a sequence.
+Sequences of different lengths are padded to one length. Plain BatchNorm counts the padding, so
+what the network says of a sequence depends on how long the others are. With a mask, padding takes
+no part in the statistics, and the layer's output there is zero, which is also what a convolution
+adds at the end of a sequence.
 """
 
 import torch

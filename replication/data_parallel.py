@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from replication._torch import check_balance, is_exporting, named_range, uncompiled
+from replication._torch import (
+    SHARED_BY_REPLICAS,
+    check_balance,
+    is_exporting,
+    named_range,
+    uncompiled,
+)
 from replication.callbacks import CALLBACK, execute_replication_callbacks, with_callbacks
 from replication.checks import check_list, check_module, checked_names, is_int
 from replication.containers import Scattered
@@ -19,7 +25,7 @@ from replication.steps.gather import gather, join_leaves
 from replication.steps.parallel_apply import parallel_apply
 from replication.steps.replicate import replicate
 from replication.steps.scatter import scatter_kwargs
-from replication.sync.lifecycle import first_failure_wins
+from replication.sync.lifecycle import first_failure_wins, this_thread
 from replication.texts import first_of
 from replication.warning import UnsynchronizedWarning, once_for, warn
 
@@ -145,6 +151,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             count = len(inputs)
             if count > 1:
                 _warn_of_plain_batch_norm(self)
+                _warn_inside_a_replica(self)
             # 2. Make the replicas, and connect the copies of each layer.
             replicas = self.replicate(self.module, self.device_ids[:count])
             # 3. Run each replica in its thread.
@@ -268,6 +275,23 @@ def _warn_of_plain_batch_norm(model: DataParallel[Any]) -> None:
         warn(
             f"each replica normalizes over its own part of the batch in {first_of(paths)}; call "
             "syncbn.convert_model(model), or filter replication.UnsynchronizedWarning",
+            UnsynchronizedWarning,
+        )
+
+
+def _warn_inside_a_replica(model: DataParallel[Any]) -> None:
+    outer = this_thread.current
+    if (
+        outer is not None
+        and outer.rendezvous.size > 1
+        and any(m.training and hasattr(type(m), CALLBACK) for _, m in layers_of(model.module))
+        # One answer for all replicas of this DataParallel, in all forwards.
+        and once_for(vars(model)[SHARED_BY_REPLICAS])
+    ):
+        warn(
+            f"a DataParallel runs {type(model.module).__name__} inside a replica of another one, "
+            "so each replica synchronizes its layers apart from the others; use a single "
+            "DataParallel, around everything",
             UnsynchronizedWarning,
         )
 

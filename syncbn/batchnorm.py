@@ -78,8 +78,9 @@ def set_sbn_eps_mode(mode: str) -> None:
 def check_group_size(size: int | None) -> None:
     """Raises TypeError or ValueError unless ``size`` is None or a positive int."""
     if size is not None and (not is_int(size) or size < 1):
-        error = ValueError if is_int(size) else TypeError
-        raise error(f"group_size must be an int of at least 1, or None (got {size!r})")
+        error, got = ValueError if is_int(size) else TypeError, f"(got {size!r})"
+        by_name = "" if is_int(size) else "; pass a group of torch.distributed as process_group="
+        raise error(f"group_size must be an int of at least 1, or None {got}{by_name}")
 
 
 class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
@@ -126,6 +127,11 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         process_group: Any = None,
         group_size: int | None = None,
     ) -> None:
+        if not (device is None or isinstance(device, (str, int, torch.device))):
+            raise TypeError(
+                f"device must be a torch.device, str, int or None (got {type(device).__name__}); "
+                "unlike torch.nn.SyncBatchNorm, pass a group by name: process_group="
+            )
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # torch 2.6 has no such argument
             self.register_parameter("bias", None)

@@ -214,7 +214,9 @@ def revert_model(module: ModuleT) -> ModuleT:
     Layers and DataParallels get their former class back, but a layer of an older toolkit becomes
     one of torch's for its dimensions, because its pipes are gone. Other DataParallels stay as they
     are. Other synchronized layers of derived classes, parametrized ones included, stay
-    synchronized, with a warning that names them.
+    synchronized, with a warning that names them. `SynchronizedBatchNormNd` becomes a
+    `torch.nn.SyncBatchNorm`, as it was before: it trains only under `torch.distributed` on GPUs,
+    and evaluates anywhere.
 
     >>> from torch import nn
     >>> from syncbn import convert_model, revert_model

@@ -78,7 +78,8 @@ def check_same_call(
         raise ReplicasDiverged(
             f"{where}: the calls do not match: {found}. All must make the same calls in the "
             "same order, with tensors of one dtype and shape (but all_gather takes any first "
-            "dimension): is a layer in eval() on some of them?"
+            "dimension; where others differ, flatten, and gather the shapes): is a layer in "
+            "eval() on some of them?"
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from replication import (
     CallbackContext,
     DataParallel,
+    UnsynchronizedWarning,
     execute_replication_callbacks,
     patch_replication_callback,
     replicate,
@@ -277,7 +278,17 @@ def test_a_network_is_whole_after_it_was_inside_a_replica(outer, inner):
     parts = x.chunk(1 if inner == 1 else outer)
     expected = [copy.deepcopy(net)(part) for part in parts]
     parameters = [*nested.parameters()]
-    y = DataParallel(nested, ["cpu"] * outer)(x)
+    model = DataParallel(nested, ["cpu"] * outer)
+    if inner > 1 and outer > 1:
+        with pytest.warns(
+            UnsynchronizedWarning, match="runs Sequential inside a replica"
+        ) as found:
+            y = model(x)
+        assert len(found) == 1
+        model.eval()(x)  # once for all replicas and forwards
+        model.train()
+    else:
+        y = model(x)
     torch.testing.assert_close(y, torch.cat(expected))
     y.backward(torch.randn_like(y))
     assert all(map(lambda a, b: a is b, nested.parameters(), parameters))

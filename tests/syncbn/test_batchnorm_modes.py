@@ -66,6 +66,21 @@ def test_only_layers_in_training_communicate(wrap, frozen):
     torch.testing.assert_close(run(x), twin(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_buffers_that_are_not_tracked_for_a_while_stay_as_they_are(dtype):
+    """An infinite statistic times a momentum of 0 is NaN."""
+    layer = SynchronizedBatchNorm1d(3)
+    layer(torch.randn(4, 3))
+    layer.track_running_stats = False
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.randn(4, 3, dtype=dtype)
+    expected = nn.functional.batch_norm(x.float(), None, None, training=True)
+    torch.testing.assert_close(layer(x), expected.to(dtype), rtol=1e-2, atol=1e-2)
+    layer(torch.full((4, 3), float("inf"), dtype=dtype))
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+    assert layer.eval()(x).isfinite().all()  # with the buffers
+
+
 def test_evaluation_in_the_middle_of_an_epoch_changes_nothing():
     """A training forward, an evaluation, and the backward of the former."""
     net = randomized(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))).double()

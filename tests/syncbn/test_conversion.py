@@ -413,6 +413,20 @@ def test_what_is_no_process_group_is_refused_before_anything_is_converted(layers
     assert [type(layer) for layer in net] == before
 
 
+def test_a_group_by_position_is_refused_with_the_name_of_the_argument():
+    """As `torch.nn.SyncBatchNorm` and its ``convert_sync_batchnorm`` take it."""
+    net, group = nn.Sequential(nn.BatchNorm1d(3)), object()
+    with pytest.raises(
+        TypeError, match=r"^group_size must be .*; pass a group of .*process_group="
+    ):
+        convert_model(net, group)
+    assert type(net[0]) is nn.BatchNorm1d
+    with pytest.raises(
+        TypeError, match=r"^device must be .*got object.* pass a group by name: pro"
+    ):
+        SynchronizedBatchNormNd(3, 1e-5, 0.1, True, True, group)
+
+
 def test_torchs_synchronized_layers_are_converted_for_any_dimensions_and_back():
     net = nn.Sequential(nn.SyncBatchNorm(3), nn.SyncBatchNorm(3, affine=False)).double()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}

@@ -1,19 +1,24 @@
-"""A VQ-VAE whose codes average the vectors of all replicas.
+"""A VQ-VAE whose codes average the vectors of all replicas, or of all ranks.
 
 Each code is a moving average of the vectors that chose it (van den Oord et al. 2017, appendix A.1,
-arXiv:1711.00937). Without communication, the codes silently average replica 0's vectors only.
+arXiv:1711.00937). Without communication, the codes silently average the vectors of replica 0 or rank 0 only.
 
     python examples/vector_quantizer.py
+    torchrun --nproc-per-node=2 examples/vector_quantizer.py
+    python -m replication.verify examples/vector_quantizer.py:in_ranks --ranks 2,3
 """
 
 from __future__ import annotations
 
 import copy
+import os
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from replication import DataParallel, ReplicaAware
+from replication import DataParallel, ReplicaAware, global_mean, verify
 
 
 class VectorQuantizer(ReplicaAware, nn.Module):
@@ -52,21 +57,30 @@ class Autoencoder(nn.Sequential):
         return decode(quantized), distances
 
 
+def loss_of(outputs: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    """The loss of the whole batch: between ranks as well, however many samples each has."""
+    y, distances = outputs
+    return global_mean((y - x).square()) + 0.25 * global_mean(distances)
+
+
 def train(model: nn.Module, batches: Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for x in batches:
-        y, distances = model(x)
-        loss = (y - x).square().mean() + 0.25 * distances.mean()
+        loss = loss_of(model(x), x)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
 
+def make_network() -> nn.Module:
+    torch.manual_seed(0)
+    return Autoencoder(nn.Linear(8, 4), VectorQuantizer(6, 4), nn.Linear(4, 8)).double()
+
+
 def compare(replicas: int, samples: int, group_size: int | None = None) -> float:
     """How far training on replicas is from one device. Groups of 1 do not communicate."""
-    torch.manual_seed(0)
+    alone = make_network()
     batches = torch.randn(20, samples, 8, dtype=torch.float64)
-    alone = Autoencoder(nn.Linear(8, 4), VectorQuantizer(6, 4), nn.Linear(4, 8)).double()
     parallel = copy.deepcopy(alone)
     parallel[1].group_size = group_size
     train(alone, batches)
@@ -75,5 +89,20 @@ def compare(replicas: int, samples: int, group_size: int | None = None) -> float
     return max((p - q).abs().max().item() for p, q in pairs)
 
 
+def in_ranks() -> dict[str, Any]:
+    """What `verify` compares between ranks: 7 samples, so that their numbers differ."""
+    net, x = make_network(), torch.randn(7, 8)
+    wrap = DistributedDataParallel
+    return {"model": net, "batch": x, "targets": x, "loss": loss_of, "wrap": wrap}
+
+
 if __name__ == "__main__":
+    if "RANK" in os.environ:  # started by torchrun
+        distributed.init_process_group("gloo")
+        result = verify(**in_ranks())
+        if distributed.get_rank() == 0:
+            print(result)
+        distributed.barrier()
+        distributed.destroy_process_group()
+        raise SystemExit(not result)
     print(f"off by {compare(4, 10):.0e}, without communication by {compare(4, 10, 1):.0e}")

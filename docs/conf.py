@@ -38,6 +38,8 @@ NAVIGATION = {
         "Guides": [
             "docs/replicas.md",
             "docs/processes.md",
+            "docs/losses.md",
+            "docs/from-torch-distributed.md",
             "docs/layers.md",
             "docs/masks.md",
             "docs/recipes.md",

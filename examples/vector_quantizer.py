@@ -1,7 +1,8 @@
 """A VQ-VAE whose codes average the vectors of all replicas, or of all ranks.
 
 Each code is a moving average of the vectors that chose it (van den Oord et al. 2017, appendix A.1,
-arXiv:1711.00937). Without communication, the codes silently average the vectors of replica 0 or rank 0 only.
+arXiv:1711.00937). Without communication, the codes silently average the vectors of replica 0 or of
+rank 0 only.
 
     python examples/vector_quantizer.py
     torchrun --nproc-per-node=2 examples/vector_quantizer.py

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication import DataParallel
+from replication import DataParallel, verify_ranks
 from tests.example_files import EXAMPLES, load
+from tests.processes import run_python
 from tests.ranks import needs_gloo, run_ranks
 
 
@@ -83,6 +84,35 @@ def test_the_comparison_notices_replicas_that_do_not_communicate(name, monkeypat
 def program(name):
     """The names of an example, also in a rank, which has no fixtures."""
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+# -- between ranks -------------------------------------------------------------------------------
+
+
+def contrastive_in_ranks():
+    return program("contrastive")["in_ranks"]()
+
+
+def quantizer_in_ranks():
+    return program("vector_quantizer")["in_ranks"]()
+
+
+@needs_gloo
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("make", [contrastive_in_ranks, quantizer_in_ranks])
+def test_verify_proves_examples_between_ranks(make, ranks):
+    result = verify_ranks(make, ranks)
+    assert result, result
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["contrastive", "vector_quantizer"])
+def test_examples_run_under_torchrun(name):
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run_python(*launched, str(EXAMPLES / f"{name}.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("2 ranks: equal")
 
 
 # -- the vector quantizer ------------------------------------------------------------------------

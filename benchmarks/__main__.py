@@ -73,17 +73,22 @@ def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
 
 
 def summary(tables: Mapping[str, Sequence[Table]]) -> str:
-    """The first table: a line for some tables, with their least and largest ratios."""
-    texts = [
-        line(["training on", "`syncbn`, plain BatchNorm = 1", "others", "what it means"]),
-        line(["---"] * 4),
+    """The first table: a line for some tables, with their least and largest ratios.
+
+    What they mean is a list below it, because a table of four columns does not fit a phone.
+    """
+    rows_of_page = [
+        line(["training on", "`syncbn`, plain BatchNorm = 1", "others"]),
+        line(["---"] * 3),
     ]
+    meanings = []
     for table in (table for part in tables.values() for table in part if table.title in SUMMARY):
         (where, meaning), rows = SUMMARY[table.title], list(table.rows)
         *_, other = rows[0].figures
         link = f"[{where}]({DETAILS.name}#{slug(table.title)})"
-        texts.append(line([link, span(rows, "syncbn"), f"{other}: {span(rows, other)}", meaning]))
-    return "\n".join(texts)
+        rows_of_page.append(line([link, span(rows, "syncbn"), f"{other}: {span(rows, other)}"]))
+        meanings.append(f"- *{where}*: {meaning}")
+    return "\n".join([*rows_of_page, "", *meanings])
 
 
 def slug(title: str) -> str:

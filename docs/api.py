@@ -111,6 +111,10 @@ INTERNAL = {
 MADE = {"Difference", "ReplicaGroup", "SlavePipe", "Summary", "Verification"}
 
 
+#: Characters of a line of code that fit a page.
+WIDTH = 71
+
+
 def anchor_of(name: str) -> str:
     """What links call the heading of a public name."""
     return ANCHORS.get(name, name.lower().replace(".", ""))
@@ -149,17 +153,48 @@ def translated(docstring: str) -> Iterator[str]:
         yield ""
 
 
+class Annotation:
+    """The text of an annotation, as the code has it."""
+
+    def __init__(self, text: Any) -> None:
+        self.text = text if isinstance(text, str) else inspect.formatannotation(text)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def signature(kind: Any) -> list[str]:
+    """The lines of the signature, on one line if that is short."""
+    found = inspect.signature(kind)
+    parameters = [
+        p if p.annotation is p.empty else p.replace(annotation=Annotation(p.annotation))
+        for p in found.parameters.values()
+        if p.name != "self"
+    ]
+    returned = "" if inspect.isclass(kind) else f" -> {Annotation(found.return_annotation)}"
+    line = f"{kind.__name__}{inspect.Signature(parameters)}{returned}"
+    if len(line) <= WIDTH:
+        return [line]
+    # `*` and `/` are no parameters, but stand between them.
+    text = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+    bare = text.startswith("(*, ") or ", *, " in text
+    first = next((p for p in parameters if p.kind is p.KEYWORD_ONLY), None)
+    lines = [f"{kind.__name__}("]
+    for parameter in parameters:
+        if parameter is first and bare:
+            lines.append("    *,")
+        lines.append(f"    {parameter},")
+    return [*lines, f"){returned}"]
+
+
 def described(title: str, kind: Any) -> Iterator[str]:
-    """Yields the title, the signature without types, and the docstring."""
+    """Yields the title, the signature, and the docstring."""
     yield from (title, "")
     text = inspect.getdoc(kind) or ""
     is_error = inspect.isclass(kind) and issubclass(kind, BaseException)
     is_elsewhere = "It takes the arguments" in text  # of another class
     if callable(kind) and not (is_error or is_elsewhere or kind.__name__ in MADE):
-        parameters = inspect.signature(kind).parameters.values()
-        bare = [p.replace(annotation=p.empty) for p in parameters if p.name != "self"]
-        call = f"{kind.__name__}{inspect.Signature(bare)}"
-        yield from ("```py", *textwrap.wrap(call, 71, subsequent_indent="    "), "```", "")
+        yield from ("```py", *signature(kind), "```", "")
     yield from translated(text)
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+from configparser import ConfigParser
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
 
-project = html_title = "synchronized-batchnorm"
+_config = ConfigParser()
+_config.read(ROOT / "setup.cfg", "utf-8")
+project, version = (_config["metadata"][key] for key in ("name", "version"))
+html_title = f"{project} {version}"
+#: Known where Read the Docs builds the site.
+REPOSITORY = os.environ.get("READTHEDOCS_GIT_CLONE_URL", "").removesuffix(".git")
 extensions = ["myst_nb", "sphinx_copybutton"]
 
 # The root of the repository is the source folder, so that links hold both there and on the site.
@@ -19,7 +26,7 @@ exclude_patterns = [".*"]  # such as a virtual environment
 source_suffix = dict.fromkeys([".md", ".ipynb", ".py"], "myst-nb")
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["html_image"]  # the README sets the width of its picture
+myst_enable_extensions = ["colon_fence", "html_image"]  # the README sets the width of its picture
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 
 html_theme = "furo"
@@ -36,22 +43,28 @@ NAVIGATION = {
     "README": {
         "Get started": ["docs/quick-start.md", "docs/choosing.md"],
         "Guides": [
-            "docs/replicas.md",
-            "docs/processes.md",
+            "docs/verify.md",
             "docs/losses.md",
-            "docs/from-torch-distributed.md",
+            "docs/processes.md",
+            "docs/replicas.md",
             "docs/layers.md",
             "docs/masks.md",
+            "docs/detection.md",
+            "docs/performance.md",
             "docs/recipes.md",
             "docs/libraries.md",
-            "docs/migration.md",
-            "docs/porting.md",
             "examples/README.md",
         ],
+        "Switch": [
+            "docs/migration.md",
+            "docs/porting.md",
+            "docs/from-torch-distributed.md",
+        ],
         "Reference": [
-            "docs/guarantees.md",
-            "docs/limits.md",
             "docs/troubleshooting.md",
+            "docs/limits.md",
+            "docs/guarantees.md",
+            "docs/stability.md",
             "docs/api-index.md",
             "docs/syncbn.md",
             "docs/replication.md",
@@ -67,13 +80,6 @@ NAVIGATION = {
     },
     "examples/README": {"Examples": ["examples/*.ipynb", "examples/*.py"]},
 }
-#: Where the content of former pages is now. Their addresses lead there.
-MOVED = {
-    "free-threading": "../benchmarks/details.html#without-the-gil",
-    "options": "replicas.html#inputs",
-    "questions": "troubleshooting.html#questions",
-    "reference": "guarantees.html",
-}
 
 
 def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -82,6 +88,9 @@ def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
         files = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
         pages = "\n".join(f"/{path.relative_to(ROOT).as_posix()}" for path in files)
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+    if REPOSITORY.startswith("https://") and docname == root_doc:
+        pages = f"Repository <{REPOSITORY}>\nIssues <{REPOSITORY}/issues>"
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: Contribute\n\n{pages}\n```\n"
 
 
 def show_programs(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -97,11 +106,16 @@ def link_to_tests(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(link, r"{download}`\1 <\2>`", source[0])
 
 
-def redirect(app: Sphinx, exception: Exception | None) -> None:
-    """Writes the pages that lead from former addresses to the present ones."""
-    for page, there in MOVED.items():
-        refresh = f'<meta http-equiv="refresh" content="0; url={there}">'
-        (Path(app.outdir) / "docs" / f"{page}.html").write_text(refresh, "utf-8")
+def show_warnings(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Turns quotes such as `> **Warning:** ...` into coloured boxes."""
+
+    def box(found: re.Match[str]) -> str:
+        text = re.sub("^> ?", "", found[2], flags=re.MULTILINE)
+        kind = "warning" if found[1] == "Warning" else "note"
+        return f":::{{{kind}}}\n{text}\n:::\n"
+
+    quote = r"^> \*\*(Warning|Status):\*\* (.*(?:\n>.*)*)\n"
+    source[0] = re.sub(quote, box, source[0], flags=re.MULTILINE)
 
 
 def setup(app: Sphinx) -> None:
@@ -109,4 +123,4 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_navigation)
     app.connect("source-read", show_programs)
     app.connect("source-read", link_to_tests)
-    app.connect("build-finished", redirect)
+    app.connect("source-read", show_warnings)

@@ -146,9 +146,11 @@ def test_the_page_begins_with_a_line_for_each_way_to_train():
 
     steps, processes = table("Training steps", 1.25, 1.5), table("Between processes", 3)
     tables = {"step": [steps], "processes": [table("Another", 5), processes], "host": []}
-    head, _, *lines = (text.split(" | ") for text in suite.summary(tables).splitlines())
-    assert [line[:3] for line in lines] == [
-        [f"| [{where}](details.md#{anchor})", figures, "x: 4.00"]
+    above, meanings = suite.summary(tables).split("\n\n")
+    head, _, *lines = (text.split(" | ") for text in above.splitlines())
+    assert len(meanings.splitlines()) == len(lines)
+    assert lines == [
+        [f"| [{where}](details.md#{anchor})", figures, "x: 4.00 |"]
         for where, anchor, figures in (
             ("replicas on the CPU", "training-steps", "1.25 to 1.50"),
             ("processes on the CPU", "between-processes", "3.00"),

@@ -17,7 +17,11 @@ for package in ("sklearn", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason=f"the example needs {package}: pip install '.[examples]'")
 
 SOURCE = EXAMPLES / "train_digits.py"
-RUNS = ["one device", "replicas, plain BatchNorm", "replicas, synchronized"]
+
+
+def runs(copies):
+    """The names of the three runs."""
+    return ["one device", f"{copies}, plain BatchNorm", f"{copies}, synchronized"]
 
 
 @pytest.fixture
@@ -33,8 +37,9 @@ def test_it_prints_a_table_and_draws_the_curves(example, tmp_path, capsys):
     figure = tmp_path / "figure.png"
     assert example.main(few_steps(figure, "--dtype", "float32")) == 0
     assert figure.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    _, *rows, _ = capsys.readouterr().out.splitlines()
-    assert [row[:26].rstrip() for row in rows] == RUNS
+    _, *rows, _, last = capsys.readouterr().out.splitlines()
+    assert [row[:28].rstrip() for row in rows] == runs("2 replicas")
+    assert last.startswith("Synchronized, 2 replicas have the losses of one device in all 8 steps")
 
 
 # Batches of 10 on 4 replicas are 3, 3, 3 and 1.
@@ -42,7 +47,8 @@ def test_it_prints_a_table_and_draws_the_curves(example, tmp_path, capsys):
 def test_only_the_synchronized_run_equals_one_device(example, replicas, batch_size):
     options = example.Options([torch.device("cpu")] * replicas, batch_size, steps=12)
     one_device, plain, synchronized = example.compare(options)
-    assert [run.name for run in (one_device, plain, synchronized)] == RUNS
+    names = [run.name for run in (one_device, plain, synchronized)]
+    assert names == runs(f"{replicas} replicas")
     # Otherwise the losses have been rounded on the way, and hide small distances.
     assert not torch.equal(one_device.losses, one_device.losses.float().double())
     for curve in ("losses", "weights"):
@@ -66,7 +72,6 @@ def test_processes_take_the_place_of_replicas(tmp_path):
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SOURCE)]
     done = run_python(*launched, "--steps", "8", "--output", figure)
     assert done.returncode == 0, done.stderr  # the program checks the losses itself
-    titles = [line[:26].rstrip() for line in done.stdout.splitlines()]
-    for run in ("one device", "processes, plain BatchNorm", "processes, synchronized"):
-        assert titles.count(run) == 1
+    titles = [line[:28].rstrip() for line in done.stdout.splitlines()]
+    assert [titles.count(run) for run in runs("2 processes")] == [1, 1, 1]
     assert Path(figure).exists()

@@ -305,7 +305,7 @@ def test_the_messages_that_the_page_quotes_are_in_the_code():
 
 def test_the_seconds_that_the_guarantees_promise_are_those_of_the_code():
     page = " ".join((ROOT / "docs" / "guarantees.md").read_text("utf-8").split())
-    assert f"given up after {rendezvous.STALL_TIMEOUT:g} seconds" in page
+    assert f"give up on it after {rendezvous.STALL_TIMEOUT:g} seconds" in page
 
 
 #: Sources of claims: issues on GitHub, and the paper about detection with small batches.

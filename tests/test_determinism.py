@@ -173,7 +173,7 @@ def unlike_before(replicas: int) -> None:
 @pytest.mark.parametrize("network", [Shared, Twice])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_steps_are_bit_equal_for_all_delays_and_all_earlier_work_of_the_threads(network, replicas):
-    """Guarantee 4: the same bits for all delays."""
+    """Clause 4a: the same bits in replicas."""
     model, x = model_and_batch(network, replicas)
     expected = bits(model, x)
     assert all(tensor.isfinite().all() for tensor in expected)
@@ -187,7 +187,7 @@ def test_steps_are_bit_equal_for_all_delays_and_all_earlier_work_of_the_threads(
 @pytest.mark.parametrize("network", [Branches, Scatter])
 @pytest.mark.parametrize("replicas", [2, 3, 5])
 def test_branches_are_bit_equal_for_all_earlier_work_of_the_threads(network, replicas):
-    """Guarantee 4: also for a layer in several branches."""
+    """Clause 4a: the same bits in replicas."""
     model, x = DataParallel(network(), several(replicas)), torch.randn(10, 4)
     expected = bits(model, x)
     for _ in range(2 * RUNS):
@@ -218,7 +218,7 @@ class Uneven(nn.Module):
     [(2, False), (3, False), (5, False), pytest.param(3, True, marks=pytest.mark.slow)],
 )
 def test_bits_do_not_depend_on_which_replica_merges(replicas, anomaly):
-    """Guarantee 4: the order of arrival does not matter."""
+    """Clause 4a: the same bits in replicas."""
     model, x = DataParallel(Uneven(), several(replicas)), torch.randn(4 * replicas, 4)
     expected = bits(model, x)
     with torch.autograd.set_detect_anomaly(anomaly):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from replication import DataParallel, Group, ReplicaAware, ReplicasDiverged
+from replication.sync import rendezvous
 from syncbn import SynchronizedBatchNorm1d
 from tests.deadlines import Deadline
 from tests.devices import several
 from tests.faults import assert_next_step_is_exact, batch
-from tests.layers import Centering, LayerError, N, Numbered, as_torch_does, ours, outcome_of
+from tests.layers import (
+    Centering,
+    LayerError,
+    N,
+    Numbered,
+    as_torch_does,
+    ours,
+    outcome_of,
+    until_others_wait,
+)
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.accelerator
@@ -101,7 +112,7 @@ WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
 
 @pairwise(wrap=RUNNERS, replica=range(N), way=WAYS)
 def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
-    """Guarantee 3: as soon as the outcome is certain."""
+    """Clause 3b: as soon as it is certain, and no sooner."""
     net, twin = nets()
     net.odd_one, (net.other, of_odd, of_others) = replica, WAYS[way]
     error = failure(net, wrap, batch()[0])
@@ -215,7 +226,7 @@ programs = st.lists(st.text("ab", max_size=3), min_size=2, max_size=4)
 
 @given(programs=programs)
 def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
-    """Guarantee 3: every wait ends with a result or an error."""
+    """Clause 3a: a wait ends with a result or an error."""
     x = torch.randn(len(programs), 2)
     outcome = outcome_of(lambda: DataParallel(Program(programs), several(len(programs)))(x))
     if len(set(programs)) > 1:
@@ -224,10 +235,29 @@ def test_replicas_get_values_if_and_only_if_their_calls_match(programs):
         torch.testing.assert_close(outcome.value, x - x.mean(0) if programs[0] else x)
 
 
+class ComputesForLong(Numbered):
+    """Takes longer in one replica than a replica may take to begin."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.copy_id == 1:
+            until_others_wait(2)
+            time.sleep(20 * rendezvous.STALL_TIMEOUT)
+        return x
+
+
+def test_the_others_wait_for_a_replica_that_computes(monkeypatch):
+    """Clause 3e: the others keep waiting for a replica that computes."""
+    monkeypatch.setattr(rendezvous, "STALL_TIMEOUT", 0.01)
+    monkeypatch.setattr(rendezvous, "LOOK_AGAIN", 0.005)
+    x = torch.randn(7, 3, dtype=torch.float64)
+    net = nn.Sequential(ComputesForLong(), Centering())
+    torch.testing.assert_close(DataParallel(net, several(3))(x), x - x.mean(0))
+
+
 @given(programs=programs, replica=st.integers(0, 3), after=st.integers(0, 3))
 def test_failing_replica_wins_where_the_others_would_have_gone_on(programs, replica, after):
     # All do the same as far as the failing one goes, and more: only it can end anything.
-    """Guarantee 5: the first error wins."""
+    """Clause 5a: the first error wins, as it was raised."""
     n, common = len(programs), programs[0][:after]
     programs = [common + "ab" + rest for rest in programs]
     programs[replica % n] = common + "!"

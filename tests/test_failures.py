@@ -120,7 +120,7 @@ def fail(run: Callable[[Tensor], Tensor], fault: Fault, x: Tensor, dy: Tensor) -
 @pytest.mark.usefixtures("garbage_of_the_test_alone")
 @pairwise(where=WHERE, error=ERRORS, wrap=WRAPS)
 def test_error_arrives_unchanged_and_leaves_an_exact_model_behind(where, error, wrap):
-    """Guarantee 5: an error arrives as it was raised. Guarantee 3: the next step starts clean."""
+    """Clause 5a: the first error wins, as it was raised. Clause 3f: the next step starts clean."""
     place, replica = where
     fault = Fault(place, replica, ERRORS[error]())
     net = faulty(fault)
@@ -170,7 +170,7 @@ class Interruption(Fault):
 @pytest.mark.usefixtures("one_interrupt", "garbage_of_the_test_alone")
 @pairwise(wrap=WRAPS, place=["before", "in", "between", "after"], replica=range(N))
 def test_interrupt_of_the_caller_arrives_at_once_and_leaves_an_exact_model(wrap, place, replica):
-    """Guarantee 5: a Ctrl-C is raised when the replicas have ended, as all waits fail at once."""
+    """Clause 5c: a Ctrl-C ends the forward."""
     fault = Interruption(place, replica)
     net = faulty(fault)
     run, (x, _) = wrap(net), batch()
@@ -207,7 +207,7 @@ def test_replica_that_handles_the_failure_of_another_does_not_hide_it():
 
 
 def test_a_forward_ends_when_its_replicas_have_ended():
-    """Guarantee 5: whatever the error is."""
+    """Clause 5e: a forward ends when its replicas have ended."""
     ended = []
 
     class Exits(nn.Module):

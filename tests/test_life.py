@@ -85,7 +85,7 @@ def assert_independent(model: DataParallel, twin: nn.Module, net: nn.Module, ste
 @wrapped
 @pytest.mark.parametrize("steps", [0, 2])
 def test_copy_trains_exactly_and_independently(duplicate, whole, steps):
-    """Guarantee 7: models can be copied and pickled, before and after a forward."""
+    """Clause 7c: models can be copied and pickled."""
     net = network()
     model = replicated(net)
     train(model, range(steps))
@@ -213,7 +213,7 @@ lives = pytest.mark.parametrize("life", LIVES)
 
 @lives
 def test_a_model_is_freed_by_reference_counting_alone(life):
-    """Guarantee 7: models can be freed."""
+    """Clause 7d: models can be freed."""
     make, live = LIVES[life]
     with no_garbage_collection():
         model = talking(make())
@@ -240,7 +240,7 @@ def is_of_a_forward(kind: type) -> bool:
 
 @lives
 def test_many_forwards_leave_nothing_behind(life):
-    """Guarantee 7: nothing stays behind, even without garbage collection."""
+    """Clause 7d: models can be freed."""
     make, live = LIVES[life]
     model = talking(make())
     live(model)

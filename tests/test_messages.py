@@ -77,7 +77,7 @@ def network() -> nn.Module:
       replica 1: has not begun
 """)
 def test_replicas_are_called_one_after_the_other():
-    """Guarantee 3: if a replica never starts, the wait ends after 20 seconds."""
+    """Clause 3d: a replica that never starts."""
     replicas = replicate(network(), CPUS)
     execute_replication_callbacks(replicas)
     with pytest.MonkeyPatch.context() as patch:

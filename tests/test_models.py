@@ -211,7 +211,7 @@ ROUNDING = 1e-8
 @trainings
 @pytest.mark.parametrize(("replicas", "sizes"), [(2, [8, 5, 6]), (3, [7, 9, 5])])
 def test_training_on_replicas_equals_training_on_one_device(training, replicas, sizes):
-    """Guarantee 1: networks of other libraries."""
+    """Clause 1e: whole networks."""
     networks = training.networks()
     batches = [training.batch(samples) for samples in sizes]
     expected = train(training, networks, alone, batches)

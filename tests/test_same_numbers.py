@@ -105,7 +105,7 @@ def assert_trains_alike(net: nn.Module, model: nn.Module, sizes: list[int]) -> N
     sizes=st.lists(st.integers(2, 17), min_size=1, max_size=4),
 )
 def test_training_on_replicas_equals_training_on_one_device(network, replicas, sizes):
-    """Guarantee 1: whole networks, for any number of replicas and batches of any size."""
+    """Clause 1e: whole networks."""
     net = network().double()
     model = DataParallel(convert_model(copy.deepcopy(net)), several(replicas))
     assert_trains_alike(net, model, sizes)
@@ -144,7 +144,7 @@ def test_full_and_short_batches_through_one_model(wrap, sizes):
 @wraps
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["module", "DataParallel"])
 def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
-    """Guarantee 1: the state dict serves torch's own layers, and back."""
+    """Clause 1f: the state dict."""
     net = network()
     plain = copy.deepcopy(net)
     model = wrap(convert_model(net), 3)

@@ -43,7 +43,7 @@ def warnings_of(call, *args):
     ids=str,
 )
 def test_plain_batch_norm_in_replicas_warns_once_for_each_model_at_the_users_line(layer):
-    """Guarantee 6: plain BatchNorm that trains in several replicas."""
+    """Clause 6b: plain BatchNorm in replicas warns."""
     for model in (DataParallel(network(layer), CPUS), DataParallel(layer, CPUS)):
         (warning,) = warnings_of(model, X)
         assert warning.filename == __file__
@@ -51,6 +51,13 @@ def test_plain_batch_norm_in_replicas_warns_once_for_each_model_at_the_users_lin
         path = "(root)" if model.module is layer else "1.0"
         assert f"`{path}` (BatchNorm1d);" in str(warning.message)
         assert warnings_of(model, X) == []
+
+
+def test_torchs_layer_for_processes_in_replicas_warns():
+    """Clause 6c: `nn.SyncBatchNorm` in replicas warns."""
+    (warning,) = warnings_of(DataParallel(network(nn.SyncBatchNorm(3)), CPUS), X)
+    assert "`1.0` (SyncBatchNorm);" in str(warning.message)
+    assert "syncbn.convert_model(model)" in str(warning.message)
 
 
 def test_first_layers_are_named_and_the_others_counted():

@@ -1,38 +1,44 @@
-"""Each guarantee has tests, which name it."""
+"""Each clause of a guarantee has tests. The page names them, and they name the clause."""
 
 from __future__ import annotations
 
 import ast
 import re
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs/guarantees.md").read_text("utf-8")
-GUARANTEES = re.findall(r"^(\d)\. \*\*", PAGE.split("\n## ")[0], re.M)
+GUARANTEES = re.findall(r"^(\d)\. \*\*", PAGE, re.M)
+ROWS = re.findall(r"^\| (\d[a-z]) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.M)
+#: Each clause with the files and names of its tests, as the page has them.
+CLAUSES = {
+    clause: {(path, name) for name, path in re.findall(r"\[`(\w+)`\]\(\.\./([\w/.]+)\)", tests)}
+    for clause, _, tests in ROWS
+}
 
 
-@cache
-def named_by_tests() -> list[str]:
-    """The numbers in the first lines of the docstrings of tests."""
-    found = []
+def named_clauses() -> Iterator[tuple[str, tuple[str, str]]]:
+    """A clause, and the file and name of a test, by the first lines of docstrings."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.parse(path.read_text("utf-8")).body:
-            is_test = isinstance(node, ast.ClassDef) or getattr(node, "name", "").startswith(
-                "test"
-            )
-            if is_test and (text := ast.get_docstring(node)):
-                found += re.findall(r"Guarantee (\d+): ", text.splitlines()[0])
-    return found
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+                first, *_ = (ast.get_docstring(node) or "").splitlines() or [""]
+                for clause in re.findall(r"Clause (\w+): ", first):
+                    yield clause, (path.relative_to(ROOT).as_posix(), node.name)
 
 
-@pytest.mark.parametrize("number", GUARANTEES)
-def test_guarantee_has_tests(number):
-    assert number in named_by_tests()
+NAMED = list(named_clauses())
 
 
-def test_tests_name_guarantees_of_the_page():
-    assert len(GUARANTEES) == 8
-    assert set(named_by_tests()) <= set(GUARANTEES)
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_the_tests_of_a_clause_name_it(clause):
+    assert CLAUSES[clause] == {test for named, test in NAMED if named == clause}
+
+
+def test_each_guarantee_has_clauses_and_tests_name_no_others():
+    assert len(GUARANTEES) == 8 and sorted(CLAUSES) == [clause for clause, *_ in ROWS]
+    assert {clause[0] for clause in CLAUSES} == set(GUARANTEES)
+    assert {clause for clause, _ in NAMED} == set(CLAUSES) and all(CLAUSES.values())

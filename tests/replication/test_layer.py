@@ -85,7 +85,7 @@ def test_group_is_its_name():
 
 
 def test_replica_without_a_group_warns_once_and_names_the_remedy():
-    """Guarantee 6: a layer that is not connected to its copies."""
+    """Clause 6a: a layer that is not connected warns."""
     model = CustomDataParallel(nn.Sequential(Total()), 3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -79,7 +79,7 @@ def test_end_is_seen_in_every_runner(wrap, counts):
 
 @runners
 def test_error_is_noted_with_replica_device_and_module(wrap):
-    """Guarantee 5: notes name the replica, its device and the submodule."""
+    """Clause 5b: notes name the replica, its device and the submodule."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), FailsAt(1, LayerError)))
     with pytest.raises(LayerError) as caught:
         wrap(net, 3)(torch.randn(6, 2))
@@ -127,7 +127,7 @@ def test_omitted_replica_does_not_block_the_others():
 
 
 def test_an_error_of_the_runner_itself_wakes_the_replicas_and_is_raised():
-    """Guarantee 5: what the replicas raise follows from it."""
+    """Clause 5d: errors that follow never mask it."""
     threads, outcomes = [], []
 
     class Fails(CustomDataParallel):
@@ -214,7 +214,7 @@ def test_replicas_end_with_the_forward(wrap):
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
 @runners
 def test_original_is_not_touched(wrap):
-    """Guarantee 7: a forward leaves nothing on the original module."""
+    """Clause 7b: nothing is left on the original module."""
     net = nn.Sequential(nn.Linear(2, 2), Centering(), nn.BatchNorm1d(2))
     before = [dict(vars(module)) for module in net.modules()]
     held = [dict(d) for m in net.modules() for d in (m._parameters, m._buffers, m._modules)]

@@ -111,7 +111,7 @@ def test_callback_must_reply_to_every_message(answer):
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit], ids=["Exception", "BaseException"])
 def test_error_in_the_callback_reaches_one_replica_and_wakes_the_others(error):
-    """Guarantee 8: pipes of the older toolkit, with guarantees 3 and 5."""
+    """Clause 8b: guarantees 3 and 5 hold for pipes."""
     raised = error("in the callback")
 
     def fail(messages: Any) -> Any:
@@ -230,7 +230,7 @@ def test_future_serves_two_replicas():
 
 
 def test_get_in_a_replica_fails_when_no_replica_can_put():
-    """Guarantee 8: waits for a `FutureResult` end."""
+    """Clause 8b: guarantees 3 and 5 hold for pipes."""
     with pytest.raises(ReplicasDiverged, match=r"replica 1: waits at `FutureResult`, call 1"):
         DataParallel(Hands(puts=False), ["cpu"] * 2)(torch.zeros(2))
 

@@ -69,7 +69,7 @@ def begun(size: int) -> Rendezvous:
 
 
 def test_message_says_where_every_replica_is():
-    """Guarantee 3: the error says where each replica is.
+    """Clause 3c: the error says where every replica is.
 
     Of six replicas one skips the layer before the last ones have begun.
     """
@@ -282,5 +282,5 @@ class Events(RuleBasedStateMachine):
 
 
 def test_waits_are_given_up_if_and_only_if_no_future_ends_them():
-    """Guarantee 3: as soon as the outcome is certain, and no sooner."""
+    """Clause 3b: as soon as it is certain, and no sooner."""
     run_state_machine_as_test(Events, settings=examples(2))

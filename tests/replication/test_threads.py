@@ -21,7 +21,7 @@ from tests.replication.test_parallel_apply import Call, Token, apply, seen
 
 
 def test_each_replica_has_a_named_daemon_thread_that_is_reused():
-    """Guarantee 7: threads named `idle replica-...` wait for later forwards."""
+    """Clause 7e: threads are daemons, and are reused."""
 
     def thread_and_name() -> tuple[threading.Thread, str]:
         return threading.current_thread(), threading.current_thread().name

@@ -292,7 +292,7 @@ class Functional(nn.Module):
 
 @pytest.mark.parametrize("layer", [Derived(3), Functional()], ids=["derived", "functional"])
 def test_batch_norm_that_no_warning_sees_is_found(layer):
-    """Guarantee 6: `verify` finds other subclasses and `functional.batch_norm`."""
+    """Clause 6e: `verify` finds what no warning can."""
     first = verify(nn.Sequential(nn.Linear(3, 3), layer), torch.randn(8, 3)).first_difference
     assert first.where == f"output of `1` ({type(layer).__name__})"
 

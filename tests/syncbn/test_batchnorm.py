@@ -65,7 +65,7 @@ def plain_with(layer: type[nn.Module], **options) -> nn.Module:
 @pytest.mark.cpu("has a device among its options")
 @pairwise(pair=PAIRS, options=OPTIONS, replicated=[False, True])
 def test_unreplicated_layer_equals_torchs_layer_bit_for_bit(pair, options, replicated):
-    """Guarantee 2: the same bits as `nn.BatchNorm`."""
+    """Clause 2a: the bits of `nn.BatchNorm` when alone."""
     plain, synchronized, shape = pair
     reference = randomized(plain_with(plain, **options))
     layer = synchronized(3, **options)
@@ -121,7 +121,7 @@ def test_it_is_an_instance_of_torchs_class_and_prints_like_it(plain, synchronize
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_replicas_compute_what_one_device_computes(shapes, dtype):
-    """Guarantee 1: uneven and empty shards, different H x W, one value per replica."""
+    """Clause 1a: any shards in replicas."""
     _, synchronized = LAYERS[max(1, len(shapes[0]) - 2)]
     layer = randomized(synchronized(3, dtype=dtype))
     shards = [torch.randn(s, dtype=dtype) * 2 + 5 for s in shapes]
@@ -157,7 +157,7 @@ def test_replicas_compute_what_one_device_computes(shapes, dtype):
 def test_any_split_of_any_batch_gives_the_numbers_of_torchs_layer(
     sizes, extent, channels, momentum, affine, dtype, channels_last
 ):
-    """Guarantee 1: any split of any batch."""
+    """Clause 1a: any shards in replicas."""
     plain, synchronized = LAYERS[max(1, len(extent))]
     options = {"momentum": momentum, "affine": affine, "dtype": dtype}
     reference, layer = randomized(plain(channels, **options)), synchronized(channels, **options)
@@ -197,7 +197,7 @@ def test_the_host_waits_for_no_device(second):
     order=["first", "first, exact edges", "second"],
 )
 def test_large_means_are_as_accurate_as_in_torchs_layer(mean, drift, samples, replicas, order):
-    """Guarantee 1: at large means, twice the error of `nn.BatchNorm2d` at most, plus one ulp."""
+    """Clause 1d: at most twice the error of `nn.BatchNorm`."""
     torch.manual_seed(replicas)
     whole = torch.randn(samples, 16, 9, 9) + mean
     whole += torch.linspace(-drift, drift, samples).view(-1, 1, 1, 1)

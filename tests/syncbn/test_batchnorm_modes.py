@@ -19,7 +19,7 @@ from tests.sharded import randomized
 @pytest.mark.parametrize("replica", range(3))
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_single_replica_evaluates_alone(track, replica, connected):
-    """Guarantee 2: evaluation never waits for replicas that do not come (pytorch#48988, #22538).
+    """Clause 2b: evaluation never communicates (pytorch#48988, #22538).
 
     It does not warn that it is not connected.
     """
@@ -35,7 +35,7 @@ def test_a_single_replica_evaluates_alone(track, replica, connected):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("frozen", [[1], [3], [1, 5], [1, 3, 5]], ids=str)
 def test_only_layers_in_training_communicate(wrap, frozen):
-    """Guarantee 2: evaluation never waits (mmengine#1624, pytorch-deeplab-xception#140).
+    """Clause 2b: evaluation never communicates (mmengine#1624, pytorch-deeplab-xception#140).
 
     Frozen before the conversion.
     """

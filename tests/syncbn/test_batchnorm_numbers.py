@@ -84,7 +84,7 @@ def test_eps_enters_as_the_mode_says(half_width, mode):
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
 def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, momentum):
-    """Guarantee 7: running buffers keep their identity, for every way to run replicas.
+    """Clause 7a: running buffers keep their identity.
 
     Views see every step (averages, DDP).
     """

@@ -59,7 +59,7 @@ def test_names_that_our_packages_do_not_export(package):
 
 @pytest.mark.slow
 def test_program_for_the_older_toolkit_runs_unchanged(tmp_path):
-    """Guarantee 8: layers for the older toolkit run, with one line in front.
+    """Clause 8a: programs for vacancy's toolkit run.
 
     Below it are the call forms of the older toolkit's own readme.
     """

@@ -194,7 +194,7 @@ def test_a_forward_that_does_not_lead_to_the_synchronized_one_is_refused(old):
 
 
 def test_layers_derived_from_torchs_for_processes_follow_the_advice_and_come_back():
-    """Guarantee 6: layers derived from `nn.SyncBatchNorm`."""
+    """Clause 6d: layers that can't be converted are named."""
     net = nn.Sequential(nn.Conv2d(3, 3, 1), Processing(3)).double()
     state = copy.deepcopy(net.state_dict())
     x = torch.randn(7, 3, 4, 4, dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_layers_derived_from_torchs_for_processes_follow_the_advice_and_come_bac
 
 
 def test_a_warning_about_many_layers_names_the_first_of_each_class():
-    """Guarantee 6: layers that can't be converted."""
+    """Clause 6d: layers that can't be converted are named."""
     layers = [layer for _ in range(50) for layer in (Fused(3), nn.LazyBatchNorm2d())]
     with pytest.warns(UnsynchronizedWarning) as caught:
         convert_model(nn.Sequential(*layers))

@@ -132,7 +132,7 @@ def ours(x: Tensor, dy: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("shape", [(64, 3, 8), (16, 3, 8, 4), (12, 5, 90, 70)], ids=str)
 @pytest.mark.parametrize("layout", [torch.clone, channels_last])
 def test_errors_are_at_most_twice_those_of_torchs_layer(layout, shape, mean):
-    """Guarantee 1: in the kernels of the CPU, at any mean."""
+    """Clause 1d: at most twice the error of `nn.BatchNorm`."""
     x, dy = layout(batch_of(shape, mean)), layout(torch.randn(shape))
     found = [ours(x, dy), plain(x, dy), plain(x.double(), dy.double())]
     for own, theirs, exact in zip(*found, strict=True):

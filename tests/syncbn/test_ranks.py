@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import random
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,6 +154,25 @@ def in_each_way(
     return found
 
 
+def repeated_at_random_times(rank: int, size: int) -> list[dict[str, Tensor]]:
+    chance, found = random.Random(rank), []
+    for _ in range(5):
+        time.sleep(chance.random() / 100)
+        found.append(numbers(rank, size))
+    return found
+
+
+@needs_gloo
+def test_steps_of_ranks_have_the_same_bits():
+    """Clause 4b: the same bits in ranks, and the same running statistics on all."""
+    of_ranks = run_ranks(3, repeated_at_random_times, 3)
+    for first, *others in of_ranks:
+        for other in others:
+            assert all(torch.equal(other[name], first[name]) for name in first)
+        for name in ("mean", "var"):
+            assert first[name].equal(of_ranks[0][0][name])
+
+
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def size(request: pytest.FixtureRequest) -> int:
     return request.param
@@ -208,7 +229,7 @@ def assert_equal_one_device(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_ranks_compute_what_one_process_computes(in_training, size, way, momentum):
-    """Guarantee 1: between processes."""
+    """Clause 1b: any shards in ranks."""
     ranks = [results[way, "at_momenta"][momentum] for results in in_training]
     shards, upstream = shards_of(size), shards_of(size, seed=1)
     layer = layer_like(dtype=torch.float64, momentum=momentum)
@@ -463,7 +484,7 @@ def at_large_means() -> list[dict[Any, list[Tensor]]]:
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, mean, second):
-    """Guarantee 1: at large means, twice the error of `nn.BatchNorm1d` at most, plus one ulp."""
+    """Clause 1d: at most twice the error of `nn.BatchNorm`."""
     x, dy, direction = whole_batch(mean)
     plain = nn.BatchNorm1d(16)
     plain.load_state_dict(layer_like(features=16).state_dict())

@@ -231,7 +231,7 @@ def leaves(samples: int, channels: int = 2, extent: int = 2) -> tuple[Tensor, ..
     ],
 )
 def test_first_and_second_derivatives(sizes, mode, options):
-    """Guarantee 1: all gradients, and second derivatives."""
+    """Clause 1c: all gradients, and second derivatives."""
     inputs = leaves(sum(sizes))[: 1 if "affine" in options else 3]
     with eps_mode(mode):
         assert gradcheck(as_function(sizes, **options), inputs)

@@ -172,11 +172,15 @@ def check_methods(data_parallel: nn.DataParallel[Any]) -> None:
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHandle:
     """Adds the replication callback to a `DataParallel` object, stock or customized.
 
-    From now on its ``replicate`` calls `execute_replication_callbacks`, and its ``parallel_apply``
-    raises the first of several errors. If that method is torch's own, it uses the threads of
-    `replication.parallel_apply`. Its class becomes a derived class of the same name, so copies of
-    the object are patched as well, but it cannot be pickled: save its ``state_dict``. A
-    second patch of the same object changes nothing, and the handle of either call undoes it.
+    After this call, layers of its replicas can communicate:
+
+    - ``replicate`` calls `execute_replication_callbacks`.
+    - ``parallel_apply`` raises the first of several errors. If that method is torch's own, it uses
+      the threads of `replication.parallel_apply`.
+
+    The object's class becomes a derived class of the same name. So copies of the object are patched
+    as well, but it cannot be pickled: save its ``state_dict``. A second patch of the same object
+    changes nothing, and the handle of either call undoes it.
 
     >>> from torch import nn
     >>> from replication import patch_replication_callback

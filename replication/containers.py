@@ -22,7 +22,8 @@ __all__ = ["Scattered"]
 class Scattered(tuple[Any, ...]):
     """One entry per replica, in replica order.
 
-    `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
+    Use it where the batch is not one tensor that can be split: for lists with an item per sample,
+    or for shards of sizes that you choose. `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
     another network, or anywhere inside an argument, entry i of a `Scattered` goes to replica i
     unchanged. Everywhere else, for example in a module that runs without replicas, it is a plain
     tuple. Slices and sums of it lose the type, so wrap what you compute from it again::
@@ -38,6 +39,10 @@ class Scattered(tuple[Any, ...]):
     >>> net = DataParallel(torch.nn.Identity(), ["cpu"] * 2)
     >>> net(Scattered([torch.zeros(1), torch.ones(2)]))
     tensor([0., 1., 1.])
+
+    Args:
+        iterable: The entries, of any type. Tensors may differ in their first dimension, and the
+            tensors beside them in the call are split to the same lengths.
     """
 
     __slots__ = ()

@@ -22,6 +22,8 @@ class JoinableStep(Joinable, JoinHook, Generic[T]):
     While other ranks still have batches, a rank that has left its loop runs the step on an empty
     batch, so it takes part in every collective, and all ranks keep equal parameters::
 
+        from torch.distributed.algorithms import Join
+
         empty = torch.empty(0, 3, 32, 32), torch.empty(0, dtype=torch.long)
         step = JoinableStep(train_one_batch, empty)
         with Join([step]):
@@ -29,9 +31,9 @@ class JoinableStep(Joinable, JoinHook, Generic[T]):
                 step(images, labels)
 
     Do not pass the DistributedDataParallel to ``Join`` as well, because the step already runs it.
-    Gradients are divided by the number of all ranks. They equal the gradients of one device if a
-    rank's loss is the sum over its samples, times the number of ranks, divided by the number of
-    samples on all ranks. Outside ``Join``, or in one process, it only calls the step:
+    Gradients are divided by the number of all ranks. They equal the gradients of one device if the
+    loss of a rank is ``loss_sum * world_size / samples_on_all_ranks``, which `global_mean` computes.
+    Outside ``Join``, or in one process, it only calls the step:
 
     >>> import torch
     >>> from replication import JoinableStep
@@ -42,7 +44,8 @@ class JoinableStep(Joinable, JoinHook, Generic[T]):
     Args:
         step: Trains on one batch: forward, backward, and the optimizer's step. All layers with
             statistics over a batch must be synchronized.
-        empty: The arguments of the step for an empty batch, with which it calls the same layers.
+        empty: A tuple of the arguments of the step for an empty batch, such as tensors of shape
+            ``(0, 3, 32, 32)`` and ``(0,)``. The step must call the same layers with it.
         process_group: The ranks that train together, by default all.
 
     Raises:

@@ -405,7 +405,13 @@ class SynchronizedBatchNormNd(SynchronizedBatchNorm):
 
 
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
-    """`torch.nn.BatchNorm1d` whose training statistics span all replicas of a forward.
+    """`torch.nn.BatchNorm1d` whose training statistics span all replicas, or all processes.
+
+    It computes ``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ioffe & Szegedy,
+    https://arxiv.org/abs/1502.03167, algorithm 1), where ``mean`` and the biased ``var`` of each
+    channel are those of the whole batch: of the shards of all replicas of a forward, or of all
+    processes of `torch.distributed`. ``running_var`` is updated with the unbiased variance. Half
+    precision is computed in float32, and y has the dtype of x.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm1d
@@ -453,9 +459,9 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 
 
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
-    """`torch.nn.BatchNorm2d` whose training statistics span all replicas of a forward.
+    """`torch.nn.BatchNorm2d` whose training statistics span all replicas, or all processes.
 
-    It takes the arguments, and raises the errors, of `SynchronizedBatchNorm1d`.
+    It computes what `SynchronizedBatchNorm1d` describes, takes its arguments and raises its errors.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm2d
@@ -469,9 +475,9 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
 
 
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
-    """`torch.nn.BatchNorm3d` whose training statistics span all replicas of a forward.
+    """`torch.nn.BatchNorm3d` whose training statistics span all replicas, or all processes.
 
-    It takes the arguments, and raises the errors, of `SynchronizedBatchNorm1d`.
+    It computes what `SynchronizedBatchNorm1d` describes, takes its arguments and raises its errors.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm3d

@@ -211,12 +211,12 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
 def revert_model(module: ModuleT) -> ModuleT:
     """Undoes `convert_model`: converts synchronized layers in ``module`` to plain ones, in place.
 
-    Layers and DataParallels get their former class back, but a layer of an older toolkit becomes
-    one of torch's for its dimensions, because its pipes are gone. Other DataParallels stay as they
-    are. Other synchronized layers of derived classes, parametrized ones included, stay
-    synchronized, with a warning that names them. `SynchronizedBatchNormNd` becomes a
-    `torch.nn.SyncBatchNorm`, as it was before: it trains only under `torch.distributed` on GPUs,
-    and evaluates anywhere.
+    Layers and DataParallels get their former class back, with the same parameters and buffers. A
+    layer of an older toolkit becomes one of torch's for its dimensions, as its pipes are gone. A
+    DataParallel that `convert_model` did not convert stays as it is. Synchronized layers of derived
+    classes that it did not make, parametrized ones included, stay synchronized, with a warning that
+    names them. `SynchronizedBatchNormNd` becomes a `torch.nn.SyncBatchNorm`, as it was before: it
+    trains only under `torch.distributed` on GPUs, and evaluates anywhere.
 
     >>> from torch import nn
     >>> from syncbn import convert_model, revert_model

@@ -136,8 +136,12 @@ class Group(ABC):
     def all_gather(self, tensor: Tensor, *, same_shape: bool = False) -> tuple[Tensor, ...]:
         """Returns the tensors of all members, in the order of their ranks.
 
+        Concatenate them to get the whole batch: ``torch.cat(group.all_gather(x))``. The gradient
+        of a member's tensor is the sum of the gradients of its copies on all members.
+
         Args:
-            tensor: Any shape. The first dimension may differ between members, and may be 0.
+            tensor: ``(N, ...)`` in any dtype. N may differ between members and may be 0. The other
+                dimensions, and the dtype, must match.
             same_shape: Whether the caller says that first dimensions do not differ. Processes then
                 exchange no lengths. So the host does not wait for an accelerator, the call may be
                 captured in a CUDA graph, and `torch.compile` keeps it in its graph.

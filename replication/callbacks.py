@@ -178,9 +178,9 @@ def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> PatchHand
     - ``parallel_apply`` raises the first of several errors. If that method is torch's own, it uses
       the threads of `replication.parallel_apply`.
 
-    The object's class becomes a derived class of the same name. So copies of the object are patched
-    as well, but it cannot be pickled: save its ``state_dict``. A second patch of the same object
-    changes nothing, and the handle of either call undoes it.
+    The object's class becomes a derived class of the same name. So copies of the object are
+    patched as well, but it cannot be pickled: save its ``state_dict``. A second patch of the same
+    object changes nothing, and the handle of either call undoes it.
 
     >>> from torch import nn
     >>> from replication import patch_replication_callback

@@ -23,7 +23,8 @@ class Scattered(tuple[Any, ...]):
     """One entry per replica, in replica order.
 
     Use it where the batch is not one tensor that can be split: for lists with an item per sample,
-    or for shards of sizes that you choose. `DataParallel` returns a `Scattered` for each output that it does not gather. As an argument of
+    or for shards of sizes that you choose. `DataParallel` returns a `Scattered` for each output
+    that it does not gather. As an argument of
     another network, or anywhere inside an argument, entry i of a `Scattered` goes to replica i
     unchanged. Everywhere else, for example in a module that runs without replicas, it is a plain
     tuple. Slices and sums of it lose the type, so wrap what you compute from it again::

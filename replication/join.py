@@ -32,8 +32,8 @@ class JoinableStep(Joinable, JoinHook, Generic[T]):
 
     Do not pass the DistributedDataParallel to ``Join`` as well, because the step already runs it.
     Gradients are divided by the number of all ranks. They equal the gradients of one device if the
-    loss of a rank is ``loss_sum * world_size / samples_on_all_ranks``, which `global_mean` computes.
-    Outside ``Join``, or in one process, it only calls the step:
+    loss of a rank is ``loss_sum * world_size / samples_on_all_ranks``, which `global_mean`
+    computes. Outside ``Join``, or in one process, it only calls the step:
 
     >>> import torch
     >>> from replication import JoinableStep

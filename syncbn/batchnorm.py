@@ -461,7 +461,7 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm, nn.BatchNorm1d):
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` whose training statistics span all replicas, or all processes.
 
-    It computes what `SynchronizedBatchNorm1d` describes, takes its arguments and raises its errors.
+    It computes, takes and raises what `SynchronizedBatchNorm1d` describes.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm2d
@@ -477,7 +477,7 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm, nn.BatchNorm2d):
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm, nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` whose training statistics span all replicas, or all processes.
 
-    It computes what `SynchronizedBatchNorm1d` describes, takes its arguments and raises its errors.
+    It computes, takes and raises what `SynchronizedBatchNorm1d` describes.
 
     >>> import torch
     >>> from syncbn import SynchronizedBatchNorm3d

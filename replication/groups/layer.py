@@ -24,11 +24,11 @@ __all__ = ["ReplicaAware"]
 
 
 class ReplicaAware(_Base):
-    """A mixin for layers, in front of `torch.nn.Module`: ``self.group`` connects replicas or ranks.
+    """A mixin in front of `torch.nn.Module`: ``self.group`` connects a layer in replicas or ranks.
 
     The same layer in every replica of a forward, or in every process of `torch.distributed`, is a
-    member of the group. Read ``self.group`` in ``forward``, each time. Gradients are derivatives of
-    the sum of what all members return (see `Group`), and `verify` checks a layer against one
+    member of the group. Read ``self.group`` in ``forward``, each time. Gradients are derivatives
+    of the sum of what all members return (see `Group`), and `verify` checks a layer against one
     device.
 
     >>> import torch

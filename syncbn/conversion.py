@@ -213,10 +213,10 @@ def revert_model(module: ModuleT) -> ModuleT:
 
     Layers and DataParallels get their former class back, with the same parameters and buffers. A
     layer of an older toolkit becomes one of torch's for its dimensions, as its pipes are gone. A
-    DataParallel that `convert_model` did not convert stays as it is. Synchronized layers of derived
-    classes that it did not make, parametrized ones included, stay synchronized, with a warning that
-    names them. `SynchronizedBatchNormNd` becomes a `torch.nn.SyncBatchNorm`, as it was before: it
-    trains only under `torch.distributed` on GPUs, and evaluates anywhere.
+    DataParallel that `convert_model` did not convert stays as it is. Synchronized layers of
+    derived classes that it did not make, parametrized ones included, stay synchronized, with a
+    warning that names them. `SynchronizedBatchNormNd` becomes a `torch.nn.SyncBatchNorm`, as it
+    was before: it trains only under `torch.distributed` on GPUs, and evaluates anywhere.
 
     >>> from torch import nn
     >>> from syncbn import convert_model, revert_model

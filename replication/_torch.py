@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -281,3 +282,15 @@ def unseen_by_checkpoints() -> AbstractContextManager[object]:
         for _ in modes:
             stack.enter_context(_pop_mode_temporarily())
     return stack
+
+
+@contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Switches `torch.compile` off in a ``with`` block, also for what is compiled already."""
+    stance: Any = getattr(torch.compiler, "set_stance", None)  # older releases have none
+    # Nothing is compiled before the compiler is imported, which takes seconds.
+    if stance is None or "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with stance("force_eager"):
+        yield

@@ -42,6 +42,143 @@ def with_a_group() -> dict[str, Any]:
     return equal()
 
 
+# -- what differs --------------------------------------------------------------------------------
+
+
+def compiled() -> dict[str, Any]:
+    """torch.compile wraps a network in DDP and outside, and compiles a layer in place."""
+
+    def wrap(net: nn.Module) -> Any:
+        return torch.compile(DistributedDataParallel(net), fullgraph=True)
+
+    options = equal(wrap=wrap)
+    options["model"][0].compile(fullgraph=True)
+    return options | {"model": torch.compile(options["model"])}
+
+
+def terms() -> dict[str, Any]:
+    """One of two terms has a collective without a derivative, and does not use one parameter."""
+    net = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(3, 4)})
+    return equal(model=Both(net), loss=loss_of_terms)
+
+
+class Both(nn.Module):
+    def __init__(self, net: nn.ModuleDict) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: layer(x) for name, layer in self.net.items()}
+
+
+def loss_of_terms(y: dict[str, Tensor], t: Tensor) -> dict[str, Tensor]:
+    mean = y["b"].mean(0)
+    distributed.all_reduce(mean)
+    mean = mean / has_size()
+    return {"fit": nn.functional.mse_loss(y["a"], t), "center": mean.square().sum()}
+
+
+def features_and_scale() -> dict[str, Any]:
+    """Two factors: features pass a gather without a derivative, and a scale does not."""
+    net = nn.Sequential(nn.Linear(3, 4), Scale())
+    return equal(model=net, loss=of_gathered)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.scale
+
+
+def of_gathered(outputs: tuple[Tensor, Tensor], t: Tensor) -> Tensor:
+    y, scale = outputs
+    parts = [torch.empty_like(y) for _ in range(has_size())]
+    distributed.all_gather(parts, y.detach())
+    parts[distributed.get_rank()] = y
+    return (scale * torch.cat(parts)).logsumexp(0).sum()
+
+
+def uneven_means() -> dict[str, Any]:
+    """Shards of 3 and 2 samples."""
+    return equal(batch=torch.randn(5, 3), targets=torch.randn(5, 4))
+
+
+class Prototypes(nn.Module):
+    """A loss with a parameter, which DDP does not wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y @ self.weight.T, t)
+
+
+def loss_with_parameters() -> dict[str, Any]:
+    return equal(loss=Prototypes(), targets=torch.arange(6) % 5)
+
+
+class Center(nn.Module):
+    """A running mean of its inputs, which rank 0 alone updates, or each rank its own."""
+
+    def __init__(self, of_first: bool) -> None:
+        super().__init__()
+        self.of_first = of_first
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.of_first and distributed.get_rank()):
+            self.center = self.center.lerp(x.detach().mean(0), 0.1)
+        return x
+
+
+def own_statistics() -> dict[str, Any]:
+    return equal(model=nn.Sequential(nn.Linear(3, 4), Center(of_first=False)))
+
+
+def statistics_of_rank_0() -> dict[str, Any]:
+    return equal(model=nn.Sequential(nn.Linear(3, 4), Center(of_first=True)))
+
+
+def batch_norm() -> dict[str, Any]:
+    return equal(model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+
+
+def coupled() -> dict[str, Any]:
+    """Each rank contrasts its own samples only."""
+    return equal(loss=lambda y, t: nn.functional.cross_entropy(y @ t.T, torch.arange(len(y))))
+
+
+def other_beginning(strict: bool = False) -> dict[str, Any]:
+    """Each rank draws other parameters, and nothing broadcasts them."""
+    torch.manual_seed(distributed.get_rank())
+    net = nn.Linear(3, 4)
+    torch.manual_seed(0)
+
+    def wrap(net: nn.Module) -> nn.Module:
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(average)
+        return net
+
+    return equal(model=net, wrap=wrap, strict=strict)
+
+
+def average(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    distributed.all_reduce(parameter.grad.div_(has_size()))
+
+
+def strict_beginning() -> dict[str, Any]:
+    return other_beginning(strict=True)
+
+
+def strict_and_broadcast() -> dict[str, Any]:
+    return other_beginning(strict=True) | {"wrap": DistributedDataParallel}
+
+
 # -- ranks that fail -----------------------------------------------------------------------------
 
 
@@ -81,6 +218,7 @@ class Sleeping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if has_size() > 1:
             if distributed.get_rank() == 1:
+                print("sleeps", flush=True)
                 time.sleep(1000)
             distributed.all_reduce(x.detach())
         return x

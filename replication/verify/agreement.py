@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import string_at
-from hashlib import sha256
+from hashlib import blake2b
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -25,7 +26,8 @@ from replication.groups.processes import ProcessGroup
 from replication.modules import check_initialized
 from replication.texts import listed
 from replication.tree import flatten
-from replication.verify.recording import Step, plain
+from replication.verify.copies import Step
+from replication.verify.quantities import Quantities, plain
 
 
 def check_model(model: nn.Module, step: Step) -> None:
@@ -86,10 +88,8 @@ def digests_of(model: nn.Module, step: Step, tolerance: float) -> dict[str, str]
     for path, leaf in flatten({"batch": step.batch, "targets": step.targets})[0]:
         texts[f"`{path}`"] = type(leaf).__name__
         if isinstance(leaf, Tensor):
-            values = plain(leaf).contiguous()
-            data = string_at(values.data_ptr(), values.nbytes)  # NumPy may not be installed
-            texts[f"`{path}`"] = f"{values.dtype} {values.shape} {sha256(data).hexdigest()}"
-    return {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
+            texts[f"`{path}`"] = _digest(plain(leaf))
+    return {name: blake2b(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def check_equal(digests: Sequence[dict[str, str]]) -> None:
@@ -103,7 +103,33 @@ def check_equal(digests: Sequence[dict[str, str]]) -> None:
             )
 
 
-def sums_of(module: nn.Module) -> dict[str, str]:
-    """Tells tensors of a module apart, by name."""
+def values_of(module: nn.Module) -> dict[str, str]:
+    """Digests of the parameters and buffers of a module, by name."""
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: str(plain(tensor).double().sum().item()) for name, tensor in tensors}
+    return {name: _digest(plain(tensor)) for name, tensor in tensors}
+
+
+def _digest(values: Tensor) -> str:
+    values = values.contiguous()
+    data = string_at(values.data_ptr(), values.nbytes)  # NumPy may not be installed
+    return f"{values.dtype} {values.shape} {blake2b(data).hexdigest()}"
+
+
+def gathered(group: ProcessGroup, own: Quantities) -> Quantities:
+    """Brings the parts of all quantities to rank 0, one quantity at a time.
+
+    Most are gradients that the ranks have averaged. What is equal to rank 0's is not sent.
+    """
+    whole = Quantities()
+    digests = {key: _digest(parts[group.rank]) for key, parts in own.items() if parts}
+    of_ranks = group.all_gather_object(digests)
+    for key in dict.fromkeys(chain(*group.all_gather_object(list(own)))):
+        wanted = [rank for rank in range(group.size) if key in of_ranks[rank]]
+        others = [r for r in wanted if r and of_ranks[r][key] != of_ranks[0].get(key)]
+        sent = own.get(key, {}) if group.rank in others else {}
+        parts = group.all_gather_object(sent) if others else [{}] * group.size
+        if group.rank == 0:
+            whole[key] = {
+                rank: (parts[rank] or own[key])[rank if parts[rank] else 0] for rank in wanted
+            }
+    return whole

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from replication._torch import compiled_module, destroy_group
+from replication._torch import destroy_group
 from replication.checks import check_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, device_of, parse_devices
@@ -20,22 +20,22 @@ from replication.groups.processes import ProcessGroup
 from replication.groups.registry import has_other_processes
 from replication.steps.scatter import scatter
 from replication.texts import first_of
-from replication.verify.agreement import all_or_none, check_equal, check_model, digests_of, sums_of
-from replication.verify.explanation import explained, sampled
-from replication.verify.recording import (
-    Loss,
-    Make,
-    Quantities,
-    Step,
-    Wrap,
-    as_world,
-    check_draws,
-    copied,
-    record,
-    run_alone,
-    run_rank,
+from replication.verify.agreement import (
+    all_or_none,
+    check_equal,
+    check_model,
+    digests_of,
+    gathered,
+    values_of,
 )
+from replication.verify.case import Case
+from replication.verify.copies import Loss, Make, Step, Wrap, copied, unwrapped
+from replication.verify.explanation import explained
+from replication.verify.factors import sketched
+from replication.verify.quantities import DRAWS, Quantities
+from replication.verify.recording import check_draws, record
 from replication.verify.results import Verification, compared
+from replication.verify.runs import as_world, run_alone, run_part, run_rank
 from replication.warning import once_for
 
 __all__ = ["verify"]
@@ -54,6 +54,7 @@ def verify(
     targets: Any = None,
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
+    strict: bool = False,
 ) -> Verification:
     """Compares copies of a model with the same model on one device that sees the whole batch.
 
@@ -99,6 +100,9 @@ def verify(
             cast internally may need float32.
         tolerance: The largest error that counts as rounding, relative to the largest value of a
             tensor. The default is 1e-6 in float64 and 1e-3 in other dtypes.
+        strict: Whether ranks must begin with the same parameters and buffers. Each copy then keeps
+            those of its rank until ``wrap`` has run, and what ``wrap`` has not made equal to rank
+            0's differs. Otherwise each copy takes rank 0's, and the result has a note.
 
     Raises:
         ValueError: Fewer than two replicas, or not all ranks, have data; the model returns a loss,
@@ -108,7 +112,9 @@ def verify(
         ReplicationError: Another rank raised. The message quotes its error.
         Exception: The model raised. A note says what `verify` was running.
     """
-    return verify_made(None, model, batch, device_ids, wrap, loss, targets, dtype, tolerance)
+    return verify_made(
+        None, model, batch, device_ids, wrap, loss, targets, dtype, tolerance, strict
+    )
 
 
 def verify_made(
@@ -121,28 +127,38 @@ def verify_made(
     targets: Any = None,
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
+    strict: bool = False,
 ) -> Verification:
     """Like `verify`. One device runs what ``make`` returns, if it is given."""
     check_module(model)
-    dim, model = 0, compiled_module(model)
-    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
-        # torch's DataParallel sets `dim` only on machines with an accelerator.
-        dim, model = getattr(model, "dim", 0), compiled_module(model.module)
+    model, dim = unwrapped(model)
     if tolerance is None:
         tolerance = 1e-6 if dtype is torch.float64 else 1e-3
-    step = Step(batch, targets, loss, dtype, device_of(model) or torch.device("cpu"), wrap)
+    device = device_of(model) or torch.device("cpu")
+    step = Step(batch, targets, loss, dtype, device, wrap, strict)
     if device_ids is None and has_other_processes():
         return _verify_ranks(model, step, dim, tolerance, make)
     if wrap is not None:
         raise ValueError(
-            "wrap is for the ranks of torch.distributed (got one process, or device_ids); run "
-            "under torchrun, call init_process_group first, and leave device_ids out"
+            "wrap is for the ranks of torch.distributed (got one process, or device_ids); call "
+            "verify_ranks with a function that returns the arguments, or run under torchrun, and "
+            "leave device_ids out"
         )
     devices = parse_devices(("cpu", "cpu") if device_ids is None else device_ids)
     if len(devices) < 2:
         raise ValueError(f"expected two or more devices, such as ['cpu'] * 2 (got {len(devices)})")
     check_model(model, step)
-    count = len(scatter(batch, ["cpu"] * len(devices), dim))
+    return _verify_replicas(model, step._replace(device=devices[0]), devices, dim, tolerance)
+
+
+# -- replicas ------------------------------------------------------------------------------------
+
+
+def _verify_replicas(
+    model: nn.Module, step: Step, devices: list[torch.device], dim: int, tolerance: float
+) -> Verification:
+    parts = scatter((step.batch, step.targets), ["cpu"] * len(devices), dim)
+    count = len(scatter(step.batch, ["cpu"] * len(devices), dim))
     if count < 2:
         raise ValueError("expected at least two replicas with data (got one); pass more samples")
 
@@ -151,12 +167,19 @@ def verify_made(
         once_for(runner)  # the result names plain batch norm, no warning does
         return runner
 
-    step = step._replace(device=devices[0], wrap=replicated)
     with as_world(None):
         expected = run_alone(model, step)
-        actual = record(copied(model, step), step, f"{len(devices)} replicas")
-    check_draws(actual, expected)
-    return compared(Verification({}, tolerance, count), actual, expected)
+        wrapped = step._replace(wrap=replicated, strict=False)
+        actual = record(copied(model, wrapped), wrapped, f"{len(devices)} replicas")
+        check_draws(actual, expected)
+        result = compared(Verification({}, tolerance, count), actual, expected)
+        if result:
+            return result
+        own = Quantities()
+        for index, part in enumerate(parts):
+            for key, tensors in run_part(model, step, *part).items():
+                own.setdefault(key, {})[index] = tensors[0]
+    return replace(result, explanation=explained(Case(result, actual, expected, own)))
 
 
 # -- ranks ---------------------------------------------------------------------------------------
@@ -168,7 +191,9 @@ def _verify_ranks(
     """Compares the ranks, in stages. If a rank raises in one of them, all ranks do."""
     group = ProcessGroup(name="verify")
     net, shard, notes = _agreed(group, model, step, dim, tolerance)
-    actual = _of_ranks(group, copy.deepcopy(net), shard)
+    with all_or_none(group) as closing:
+        of_rank = run_rank(copy.deepcopy(net), shard, closing)
+    actual = gathered(group, of_rank)
     if step.wrap is None:
         actual = actual | {
             quantity: {0: torch.stack(list(parts.values())).sum(0)}
@@ -176,46 +201,62 @@ def _verify_ranks(
             if quantity.of_parameter
         }
     result, expected = Verification({}, tolerance, group.size, "ranks", notes=notes), Quantities()
-    with all_or_none(group) as closing:
-        # Each rank, as if it were the only process: if one alone made process groups, the names
-        # that torch gives to later ones would not match.
-        alone = distributed.new_group([group.rank], use_local_synchronization=True)
-        closing.callback(destroy_group, alone)
-        with as_world(alone):
-            expected = run_alone(model, step, actual, make)
+    with all_or_none(group) as closing, _alone(group, closing):
+        expected = run_alone(model, step, actual, make)
         if group.rank == 0:
             result = compared(result, actual, expected)
     result = group.all_gather_object(result)[0]
     if result:
-        return result
-    check_draws(expected)  # every rank has run it
+        return result  # what draws random numbers may take them from one rank
+    drawing: Quantities = {key: {} for key in of_rank | expected if key.kind == DRAWS}
+    drawn: Any = group.all_gather_object(drawing)
+    check_draws(*drawn)
+    with all_or_none(group) as closing, _alone(group, closing):
+        own = run_part(model, shard, shard.batch, shard.targets, make)
+    own = gathered(group, {key: {group.rank: parts[0]} for key, parts in own.items()})
     of_losses = Quantities()
     if step.loss is not None and group.size <= _FEW and result.begins_with_gradients:
-        for rank in range(group.size):
-            with all_or_none(group) as closing:
-                own = run_rank(copy.deepcopy(net), shard._replace(wrap=None, only=rank), closing)
-            own = {key: {0: sampled(own[key][group.rank])} for key in own if key.of_parameter}
-            for parts in group.all_gather_object(own):
-                for key, part in parts.items():
-                    of_losses.setdefault(key, {}).setdefault(rank, torch.zeros_like(part[0]))
-                    of_losses[key][rank] += part[0]
-    if group.rank == 0:
-        explanation = explained(result, actual, expected, of_losses, step.wrap)
-        result = replace(result, explanation=explanation)
+        of_losses = _gradients_of_losses(group, net, shard)
+    with all_or_none(group):
+        if group.rank == 0:
+            wrapper = "DDP" if step.wrap is DistributedDataParallel else "the wrapper"
+            case = Case(result, actual, expected, own, of_losses, wrapper if step.wrap else "")
+            result = replace(result, explanation=explained(case))
     return group.all_gather_object(result)[0]
 
 
-def _of_ranks(group: ProcessGroup, net: nn.Module, shard: Step) -> Quantities:
-    """Runs a step on each rank. Brings what they compute to rank 0."""
-    with all_or_none(group) as closing:
-        own = run_rank(net, shard, closing)
-    return _gathered(group, own)
+@contextmanager
+def _alone(group: ProcessGroup, closing: ExitStack) -> Iterator[None]:
+    """Makes each rank the only process of its world.
+
+    All ranks enter it: if one alone made process groups, the names that torch gives to later ones
+    would not match.
+    """
+    alone = distributed.new_group([group.rank], use_local_synchronization=True)
+    closing.callback(destroy_group, alone)
+    with as_world(alone):
+        yield
+
+
+def _gradients_of_losses(group: ProcessGroup, net: nn.Module, shard: Step) -> Quantities:
+    """Sketches of the gradients of the loss of each rank, through the samples of all ranks."""
+    found = Quantities()
+    for rank in range(group.size):
+        with all_or_none(group) as closing:
+            step = shard._replace(wrap=None, strict=False, only=rank)
+            own = run_rank(copy.deepcopy(net), step, closing)
+        sketches = {key: {0: sketched(own[key][group.rank])} for key in own if key.of_parameter}
+        for parts in group.all_gather_object(sketches):
+            for key, part in parts.items():
+                of_rank = found.setdefault(key, {})
+                of_rank[rank] = of_rank.get(rank, torch.zeros(())) + part[0]
+    return found
 
 
 def _agreed(
     group: ProcessGroup, model: nn.Module, step: Step, dim: int, tolerance: float
 ) -> tuple[nn.Module, Step, list[str]]:
-    """Compares what the ranks pass. Returns a copy of rank 0's model, this rank's part, notes."""
+    """Compares what the ranks pass. Returns a copy of the model, this rank's part, and notes."""
     size = group.size
     with all_or_none(group):
         check_model(model, step)
@@ -230,26 +271,19 @@ def _agreed(
     check_equal(group.all_gather_object(digests))
     notes = list[str]()
     for owner, module in {"model": model, "loss": step.loss}.items():
-        begin = group.all_gather_object(sums_of(module) if isinstance(module, nn.Module) else {})
-        if others := [name for name in begin[0] if any(s[name] != begin[0][name] for s in begin)]:
+        values = values_of(module) if isinstance(module, nn.Module) else {}
+        of_ranks = group.all_gather_object(values)
+        names = [n for n in of_ranks[0] if any(v.get(n) != of_ranks[0][n] for v in of_ranks)]
+        if names:
             used = "each rank uses its own"
-            if owner == "model":
+            if owner == "model" and not step.strict:
                 used = "rank 0's are used, so let your program broadcast them, as DDP does"
             notes.append(
                 f"before the step, the ranks have different values of the {owner}'s "
-                f"{first_of([f'`{name}`' for name in others])}; {used}"
+                f"{first_of([f'`{name}`' for name in names])}; {used}"
             )
-    for tensor in (*net.parameters(), *net.buffers()):
-        tensor.data.copy_(group.broadcast(tensor.data, 0))
+    if not step.strict and notes:
+        for tensor in (*net.parameters(), *net.buffers()):
+            tensor.data.copy_(group.broadcast(tensor.data, 0))
     batch, targets = parts[group.rank]
     return net, step._replace(batch=batch, targets=targets), notes
-
-
-def _gathered(group: ProcessGroup, own: Quantities) -> Quantities:
-    """Brings the parts of all quantities to rank 0, one quantity at a time."""
-    whole: Quantities = {}
-    for quantity in dict.fromkeys(chain(*group.all_gather_object(list(own)))):
-        for parts in group.all_gather_object(own.get(quantity, {})):
-            if group.rank == 0:
-                whole.setdefault(quantity, {}).update(parts)
-    return whole

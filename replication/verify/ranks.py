@@ -24,8 +24,8 @@ from replication.groups.processes import ProcessGroup
 from replication.verify import server
 from replication.verify.agreement import all_or_none
 from replication.verify.comparison import verify_made
+from replication.verify.copies import Loss
 from replication.verify.position import position
-from replication.verify.recording import Loss
 from replication.verify.results import Verification
 from replication.verify.supervision import job_of, supervised
 

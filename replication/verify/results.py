@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from replication.texts import first_of, listed, table
-from replication.verify.recording import (
+from replication.verify.quantities import (
+    BEGIN,
     BUFFERS,
     GRADIENTS,
     LAYERS,
@@ -24,7 +26,15 @@ from replication.verify.recording import (
 
 __all__ = ["Difference", "Verification"]
 
-EQUAL = "equal"
+#: What the losses of the copies have to do with that of one device.
+EQUAL, SHARES, MEAN, TIMES, NONE = "equal", "shares", "mean", "times", ""
+_RELATIONS = {
+    EQUAL: "equal",
+    SHARES: "shares: they add up to it",
+    MEAN: "their mean is equal",
+    TIMES: "each {} times as much",
+    NONE: "neither equal, nor shares, nor is their mean equal",
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ class Difference:
 
     Attributes:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
-        error: The largest difference, relative to the largest value, or infinity.
+        error: The largest difference, relative to the largest value, or infinity. NaN if it is not
+            compared.
         reason: Why the quantities cannot be compared by value, or which ranks differ from each
             other. Usually empty.
     """
@@ -43,7 +54,8 @@ class Difference:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.reason or f'error {self.error:.1e}'}"
+        what = "not compared: " if math.isnan(self.error) else ""
+        return f"{self.where}: {what}{self.reason or f'error {self.error:.1e}'}"
 
 
 @dataclass(frozen=True)
@@ -52,12 +64,16 @@ class Verification:
 
     Attributes:
         differences: The differences by kind: outputs of layers in the order in which one device
-            computes them, outputs of the model, gradients of inputs and parameters, buffers.
+            computes them, outputs of the model, gradients of inputs and parameters, those of each
+            term of the loss, buffers. With ``strict``, the values before the step come first.
         tolerance: The largest error that counts as rounding.
         replicas: The number of replicas or ranks that ran.
         copies: "replicas" or "ranks".
-        explanation: What the differences have in common, if that is known. Usually empty.
-        losses: By term, the loss on one device and on each copy. Only information.
+        explanation: What differs first, what the differences have in common if that is certain,
+            and what to do. Empty if all are equal.
+        losses: The loss, and each of its terms, on one device and then on each rank, or on the
+            replicas together. Only information: a rank may have its share, or the mean of its
+            part of the batch.
         notes: What differs between the ranks before the step. Only information.
     """
 
@@ -79,10 +95,15 @@ class Verification:
         return next((d for d in everything if d.error > self.tolerance), None)
 
     @property
+    def first_kind(self) -> str:
+        """The kind of the first difference. Empty if there is none."""
+        wrong = (k for k, found in self.differences.items() if largest(found) > self.tolerance)
+        return next(wrong, "")
+
+    @property
     def begins_with_gradients(self) -> bool:
         """Whether all outputs are equal, but gradients are not."""
-        wrong = (k for k, found in self.differences.items() if largest(found) > self.tolerance)
-        return next(wrong, "").startswith(GRADIENTS)
+        return self.first_kind.startswith(GRADIENTS)
 
     def check(self) -> Verification:
         """Returns the result if it is True.
@@ -98,61 +119,69 @@ class Verification:
 
     def __repr__(self) -> str:
         rows = [
-            (kind, str(len(found)), f"{largest(found):.1e}")
+            (kind, str(len(found)), _error_text(found))
             for kind, found in self.differences.items()
-            if found
+            if found or kind == GRADIENTS
         ]
         first = self.first_difference
         verdict = "equal" if first is None else f"the first difference is {first}"
         lines = [
             *self.notes,
             table(("compared", "number", "largest relative error"), rows, numbers_from=1),
-            *(
-                _loss_line(name, *values, copies=self.copies)
-                for name, values in self.losses.items()
-            ),
+            *(self._loss_line(name, *values) for name, values in self.losses.items()),
             f"{self.replicas} {self.copies}: {verdict} (tolerance {self.tolerance:.0e})",
         ]
         return "\n".join([*lines, self.explanation] if self.explanation else lines)
 
+    def _loss_line(self, name: str, alone: float, *others: float) -> str:
+        relation = _RELATIONS[relation_of(alone, others, self.tolerance)].format(len(others))
+        if len(others) == 1:
+            relation = "equal" if relation == "equal" else "not equal"
+        values = first_of([f"{value:.6g}" for value in others])
+        return f"{name}: {alone:.6g} on one device, {values} on the {self.copies} ({relation})"
 
-def _loss_line(name: str, alone: float, *others: float, copies: str) -> str:
-    values = first_of([f"{value:.6g}" for value in others])
-    relation = relation_of(alone, others)
-    about = f" ({relation})" if relation and len(others) > 1 else ""
-    return f"{name}: {alone:.6g} on one device, {values} on the {copies}{about}"
 
+def relation_of(alone: float, others: Sequence[float], tolerance: float) -> str:
+    """What the losses of the copies have to do with that of one device."""
 
-def relation_of(alone: float, others: Sequence[float]) -> str:
-    """What the losses of the copies have to do with that of one device. Empty if nothing."""
-
-    def is_near(value: float) -> bool:
-        return math.isclose(value, alone, rel_tol=1e-4)
+    def is_equal(value: float) -> bool:
+        return math.isclose(value, alone, rel_tol=tolerance, abs_tol=1e-3 * tolerance)
 
     size = len(others)
-    if all(map(is_near, others)):
+    if all(map(is_equal, others)):
         return EQUAL
-    if all(is_near(other / size) for other in others):
-        return f"each {size} times as much"
-    if is_near(sum(others)):
-        return "shares"
-    return "their mean is equal" if is_near(sum(others) / size) else ""
+    if all(is_equal(other / size) for other in others):
+        return TIMES
+    if is_equal(sum(others)):
+        return SHARES
+    return MEAN if is_equal(sum(others) / size) else NONE
+
+
+def _error_text(differences: list[Difference]) -> str:
+    skipped = sum(math.isnan(d.error) for d in differences)
+    if skipped == len(differences):
+        return "not compared"
+    others = f" ({skipped} not compared)" if skipped else ""
+    return f"{largest(differences):.1e}{others}"
 
 
 def largest(differences: list[Difference]) -> float:
-    return max((d.error for d in differences), default=0.0)
+    """The largest error of what is compared."""
+    return max((d.error for d in differences if not math.isnan(d.error)), default=0.0)
 
 
 def compared(result: Verification, actual: Quantities, expected: Quantities) -> Verification:
-    terms = dict.fromkeys(key.kind for key in expected if key.kind.startswith(GRADIENTS))
-    kinds = LAYERS, OUTPUTS, *terms, BUFFERS
-    found = {kind: differences(kind, actual, expected, result) for kind in kinds}
+    found = (key.kind for key in expected | actual if key.kind.startswith(GRADIENTS))
+    terms = dict.fromkeys([GRADIENTS, *found])
+    begin = [BEGIN] * any(key.kind == BEGIN for key in expected)
+    kinds = *begin, LAYERS, OUTPUTS, *terms, BUFFERS
+    every = {kind: differences(kind, actual, expected, result) for kind in kinds}
     losses = {
         key.where: [part.item() for part in (alone[0], *actual.get(key, {}).values())]
         for key, alone in expected.items()
         if key.kind == LOSSES
     }
-    return replace(result, differences=found, losses=losses)
+    return replace(result, differences=every, losses=losses)
 
 
 def differences(
@@ -185,11 +214,12 @@ def difference(
     reference = expected[0]
     shape = reference.shape
     if quantity.kind in (LAYERS, OUTPUTS) and not shape:
-        return Difference(where, 0.0, "scalars are not joined, and so not compared")
+        return Difference(where, math.nan, "the copies have a number each, which is not joined")
     if all(part.shape == shape for part in actual.values()):
         # Buffers, and outputs that depend on parameters alone, are the same in each copy.
         first, reason = min(actual), ""
-        error = max(error_of(part, reference, least) for part in actual.values())
+        distinct = {id(part): part for part in actual.values()}  # most are rank 0's
+        error = max(error_of(part, reference, least) for part in distinct.values())
         apart = {i: error_of(part, actual[first], least) for i, part in actual.items()}
         if others := sorted(i for i in apart if apart[i] > result.tolerance):
             copy = copies.removesuffix("s")
@@ -204,16 +234,25 @@ def difference(
 
 
 def error_of(actual: Tensor, reference: Tensor, least: float) -> float:
-    is_equal = (actual == reference) | (actual.isnan() & reference.isnan())
-    if is_equal.all():
+    """The largest difference, relative to the largest value, or to ``least`` if that is more."""
+    if actual is reference or torch.equal(actual, reference):
         return 0.0
     if not has_fractions(reference):
         return math.inf
-    error = (actual - reference)[~is_equal].abs().amax().item()
+    difference = actual - reference
+    error = difference.abs().amax().item()
+    if not math.isfinite(error):  # what is infinite or NaN in both is equal
+        is_equal = (actual == reference) | (actual.isnan() & reference.isnan())
+        error = difference.masked_fill(is_equal, 0).abs().amax().item()
     error /= max(magnitude(reference), least) or 1.0
     return error if math.isfinite(error) else math.inf
 
 
 def magnitude(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return finite.abs().amax().item() if has_fractions(tensor) and len(finite) else 0.0
+    """The largest absolute value that is finite, and 0 for tensors without fractions."""
+    if not has_fractions(tensor) or not tensor.numel():
+        return 0.0
+    largest_value = tensor.abs().amax().item()
+    if math.isfinite(largest_value):
+        return largest_value
+    return tensor.where(tensor.isfinite(), 0).abs().amax().item()

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from multiprocessing import connection, parent_process, spawn
 from multiprocessing.context import BaseContext
@@ -168,6 +169,8 @@ def _run(rank: int, job: Job, folder: str, channel: Any, is_forked: bool) -> NoR
     torch.set_num_threads(max(1, torch.get_num_threads() // job.size))
     if sys.platform in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
+    if rank:
+        warnings.simplefilter("ignore")  # rank 0 warns of the same
     value, error = None, None
     try:
         if is_forked:

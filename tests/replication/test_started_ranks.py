@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 
 from replication import ReplicationError, verify_ranks
 from tests import checks
+from tests.deadlines import soon
+from tests.processes import environment, program, run_python
 from tests.ranks import needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.slow]
@@ -21,7 +30,7 @@ def test_equal_ranks_are_equal(make, ranks):
 def test_a_check_raises_with_the_whole_explanation():
     with pytest.raises(AssertionError) as raised:
         verify_ranks(checks.sum_of_samples).check()
-    assert "every gradient is 1/2 of one device's" in str(raised.value)
+    assert "Every gradient is 1/2 of one device's" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +62,56 @@ def test_a_timeout_says_where_each_rank_is():
 def test_a_rank_that_cannot_answer_is_named():
     with pytest.raises(TimeoutError, match="rank 1: does not answer, so it runs code that keeps"):
         verify_ranks(checks.keeps_the_lock, timeout=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: verify_ranks(checks.equal, 1), ValueError, r"two or more ranks \(got 1\)"),
+        (lambda: verify_ranks(lambda: None), ValueError, "at the top level of a module"),
+        (lambda: verify_ranks(checks.has_size), TypeError, r"must return the arguments .*got int"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_a_script_verifies_what_it_makes_and_its_own_forkserver_stays_its_own():
+    done = run_python(program("verifies_in_a_script"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "equal\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_program_that_ends_while_ranks_hang(number):
+    """A Ctrl-C reaches all processes of a terminal. A kill reaches the program alone."""
+    started = subprocess.Popen(
+        [sys.executable, program("verifies_for_ever")],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "sleeps\n"  # of rank 1
+        assert len(processes_of(started.pid)) == 4  # a server, and its ranks
+        (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)
+        assert soon(lambda: started.poll() is not None)
+        assert soon(lambda: not processes_of(started.pid))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+
+
+def processes_of(session: int) -> list[int]:
+    """The running processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, _, of_session = path.read_text().rpartition(")")[2].split()[:4]
+            if int(of_session) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found

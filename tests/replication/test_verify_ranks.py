@@ -131,15 +131,15 @@ def unaveraged(net: nn.Module) -> nn.Module:
     return net
 
 
+ONLY_GRADIENTS = "Outputs and the loss are equal: only gradients differ.\n"
+LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
 INSIDE = "Ask for that number inside the loss, because one device calls the loss as well"
-SUMMED = (
-    f"a loss that is summed over the batch must be multiplied by the number of ranks. {INSIDE}"
+ABOUT_HALF = (
+    f"{ONLY_GRADIENTS}Every gradient is 1/2 of one device's: DDP averages over 2 ranks, and the "
+    "ranks' losses add up to one device's: they must be multiplied by the number of ranks. "
+    f"{INSIDE}"
 )
-AVERAGED = (
-    f"a loss that is averaged over the batch must be divided by the number of ranks. {INSIDE}"
-)
-ABOUT_HALF = f"every gradient is 1/2 of one device's: DDP averages over 2 ranks, so {SUMMED}"
-ABOUT_TWICE = "every gradient is 2 times one device's: "
+ABOUT_TWICE = "Every gradient is 2 times one device's: "
 TARGETS = batch(6)[:, :2].contiguous()
 
 
@@ -150,11 +150,14 @@ TARGETS = batch(6)[:, :2].contiguous()
         ({"wrap": fully_shard, "loss": sum_of_samples}, ABOUT_HALF.replace("DDP", "the wrapper")),
         (
             {"wrap": DistributedDataParallel, "loss": times_ranks},
-            f"{ABOUT_TWICE}DDP averages over 2 ranks, so {AVERAGED}",
+            f"{LOSS_DIFFERS}{ABOUT_TWICE}DDP averages over 2 ranks, so the loss must be divided "
+            f"by the number of ranks. {INSIDE}",
         ),
         (
             {"loss": each_samples_mean},
-            f"{ABOUT_TWICE}without wrap, verify adds over 2 ranks, so {AVERAGED}",
+            f"{ONLY_GRADIENTS}{ABOUT_TWICE}without wrap, verify adds over 2 ranks, and the mean "
+            "of the ranks' losses is one device's loss. Pass wrap=DistributedDataParallel if your "
+            f"program averages, or else divide the loss by the number of ranks. {INSIDE}",
         ),
         ({"wrap": in_wrapper, "loss": each_samples_mean}, None),
         ({"loss": sum_of_samples}, None),
@@ -171,6 +174,13 @@ def unconverted(rank: int) -> nn.Module:
     return Net()
 
 
+ALONE = (
+    "Each rank computes `norm` (BatchNorm1d) from its own samples, as if it were alone: "
+    "synchronize it, by syncbn.convert_model or torch's SyncBatchNorm\n"
+    "Each rank updates `norm.running_mean`, `norm.running_var` from its own samples"
+)
+
+
 def counting(rank: int) -> nn.Module:
     return nn.Sequential(network(rank), Counting())
 
@@ -178,15 +188,21 @@ def counting(rank: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "wrap", "where", "explained"),
     [
+        (unconverted, None, "output of `norm` (BatchNorm1d): error", ALONE),
+        (unconverted, fully_shard, "output of `norm` (BatchNorm1d): error", ALONE),
         (
-            unconverted,
+            counting,
             None,
-            "output of `norm` (BatchNorm1d): error",
-            "buffer of `norm.running_mean`",
+            "buffer of `1.rank`: error",
+            "Only rank 1 changes `1.rank`, and the others",
         ),
-        (unconverted, fully_shard, "output of `norm` (BatchNorm1d): error", "`norm.running_mean`"),
-        (counting, None, "buffer of `1.rank`: error", "buffer of `1.rank`: error"),
-        (network, unaveraged, "gradient of `stem.weight`: error", ""),
+        (
+            network,
+            unaveraged,
+            "gradient of `stem.weight`: error",
+            "The ranks have different gradients of `stem.weight`, `stem.bias`, `norm.weight` and "
+            "3 more, so nothing averages them",
+        ),
     ],
     ids=["plain", "sharded", "buffer", "not averaged"],
 )
@@ -194,11 +210,7 @@ def test_what_differs_is_named_with_the_ranks(make, wrap, where, explained):
     for first, text in run_ranks(2, found_by, make, {"wrap": wrap}):
         assert first.startswith(where)
         assert explained in text
-        if explained:
-            assert text.startswith("statistics differ between the ranks after the step: buffer")
-            assert ", and rank 1 and rank 0 differ" in text
-        else:
-            assert "rank 1 and rank 0 differ" in first
+        assert "rank 1 and rank 0 differ" in first or make is unconverted
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -279,7 +291,7 @@ ON_ALL = {
     "dropout": "ValueError: the model must not draw random numbers",
     "sharded": "TypeError: expected a model that is not sharded",
     "alone": "OSError: no such file",
-    "loss": "RuntimeError: grad can be implicitly created only for scalar outputs",
+    "loss": "ValueError: the loss must be a tensor of one number",
 }
 #: What one rank raises, and the others quote.
 ON_ONE = {

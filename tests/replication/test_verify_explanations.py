@@ -1,0 +1,187 @@
+"""What `verify` says about a difference: what is first, why, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replication import ReplicaAware, verify, verify_ranks
+from tests import checks
+from tests.ranks import needs_gloo
+
+ONLY_GRADIENTS = "Outputs and the loss are equal: only gradients differ.\n"
+LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
+
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (
+            checks.sum_of_samples,
+            [
+                f"{ONLY_GRADIENTS}Every gradient is 1/2 of one device's: DDP averages over",
+                "the ranks' losses add up to one device's: they must be multiplied by the number",
+            ],
+        ),
+        (
+            checks.terms,
+            [
+                f"{ONLY_GRADIENTS}term `center`: every gradient is 1/2 of one device's",
+                "a collective has none. Use collectives that have derivatives",
+            ],
+        ),
+        (
+            checks.features_and_scale,
+            [
+                f"{ONLY_GRADIENTS}Gradients of input `args[0]`, `0.weight`, `0.bias`: 1/2 of one",
+                "; gradients of `1.scale`: equal. Every rank has the loss of one device, so some",
+            ],
+        ),
+        (
+            checks.uneven_means,
+            [
+                f"{LOSS_DIFFERS}Gradients are no multiple of one device's. One device weighs the "
+                "gradients of the ranks' losses by 0.6, 0.4, but DDP averages, by 0.5 each",
+                "multiply by the number of ranks",
+            ],
+        ),
+        (
+            checks.loss_with_parameters,
+            [
+                "The ranks have different gradients of the loss's `weight`, so nothing averages "
+                "them. Their mean is one device's. Wrap their module as well",
+            ],
+        ),
+        (
+            checks.own_statistics,
+            ["only buffers differ.\nEach rank updates `1.center` from its own samples: reduce"],
+        ),
+        (
+            checks.statistics_of_rank_0,
+            ["only buffers differ.\nOnly rank 0 changes `1.center`, and the others keep old"],
+        ),
+        (
+            checks.batch_norm,
+            ["Already the forward differs.\nEach rank computes `1` (BatchNorm1d) from its own"],
+        ),
+        (
+            checks.coupled,
+            [
+                f"{LOSS_DIFFERS}Gradients are no",
+                "Each rank computes the loss from its own",
+                "Gather",
+            ],
+        ),
+        (
+            checks.strict_beginning,
+            ["The ranks begin with different values of `weight`, `bias`, and the wrapper does"],
+        ),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+@pytest.mark.parametrize("ranks", [2])
+@needs_gloo
+@pytest.mark.slow
+def test_a_difference_between_ranks_is_explained(make, ranks, texts):
+    result = verify_ranks(make, ranks)
+    assert not result
+    for text in texts:
+        assert text in result.explanation
+
+
+@needs_gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", [checks.compiled, checks.other_beginning, checks.strict_and_broadcast]
+)
+def test_what_is_equal_has_no_explanation(make):
+    result = verify_ranks(make, 2).check()
+    assert not result.explanation
+    assert bool(result.notes) == (make is not checks.compiled)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_terms_of_a_loss_are_compared_one_by_one():
+    result = verify_ranks(checks.terms, 2)
+    found = result.differences
+    assert max(d.error for d in found["gradients of term `fit`"]) < 1e-9
+    # The parameters that a term does not use have gradients of zero.
+    assert len(found["gradients of term `fit`"]) == len(found["gradients of term `center`"]) == 5
+    assert [*result.losses] == ["loss", "term `fit`", "term `center`"]
+    alone, *of_ranks = result.losses["term `fit`"]
+    assert sum(of_ranks) / 2 == pytest.approx(alone, rel=1e-12)
+    assert "on the ranks (their mean is equal)" in str(result)
+    assert result.losses["term `center`"] == pytest.approx([result.losses["term `center`"][0]] * 3)
+
+
+# -- replicas ------------------------------------------------------------------------------------
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class Doubling(ReplicaAware, nn.Module):
+    """In replicas its backward is twice too much."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x) if self.group.size > 1 else x
+
+
+def test_a_wrong_factor_in_replicas_is_explained():
+    net = nn.Sequential(nn.Linear(3, 4), Doubling(), nn.Linear(4, 2))
+    found = verify(net, torch.randn(6, 3))
+    assert found.explanation == (
+        "Outputs are equal: only gradients differ.\n"
+        "Gradients of input `args[0]`, `0.weight`, `0.bias`: 2 times one device's; gradients of "
+        "`2.weight`, `2.bias`: equal. Look at the backward of the layers that communicate, "
+        "between those whose gradients are wrong and those after them"
+    )
+    every = verify(net[:2], torch.randn(6, 3), loss=lambda y: {"a": y.sum(), "b": y.exp().sum()})
+    for term in ("a", "b"):
+        assert f"\nterm `{term}`: every gradient is 2 times one device's" in every.explanation
+
+
+def test_a_layer_that_does_not_communicate_is_named_in_replicas():
+    found = verify(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(6, 3))
+    first, second, _ = found.explanation.splitlines()
+    assert first == "Already the forward differs."
+    assert second.startswith("Each replica computes `1` (BatchNorm1d) from its own samples")
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"mean": x.mean().detach()}
+
+
+def test_what_is_not_compared_is_printed_as_such():
+    found = verify(nn.Sequential(nn.Linear(3, 4), Mean()), torch.randn(6, 3), loss=Trained())
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in str(found).splitlines()}
+    assert rows["outputs"] == ["not", "compared"]
+    assert rows["outputs of layers"] == ["not", "compared)"]  # one of two
+    assert "output of `mean`: not compared: " in str(found.differences["outputs"][0])
+
+
+class Trained(nn.Module):
+    """A loss with a parameter, which alone gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: dict[str, Tensor]) -> Tensor:
+        return (self.weight * outputs["mean"].detach()).square().sum()
+
+
+def test_a_loss_that_is_no_number_is_refused():
+    for loss in (lambda y: {"a": y}, lambda y: y):
+        with pytest.raises(ValueError, match="must be a tensor of one number"):
+            verify(nn.Linear(3, 4), torch.randn(6, 3), loss=loss)

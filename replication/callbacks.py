@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import unwrap
 from itertools import product
 from typing import Any, TypeVar
 from weakref import ref
@@ -116,7 +117,19 @@ def with_callbacks(replicate: MethodT) -> MethodT:
 
 
 def runs_callbacks(kind: type[nn.DataParallel[Any]]) -> bool:
-    return "runs_callbacks" in vars(kind.replicate)
+    """Whether the ``replicate`` of a class runs the callbacks, or may call by super one that does.
+
+    If super's is not reached after all, the layers warn in the first forward.
+    """
+    for base in kind.__mro__:
+        if "replicate" in vars(base):
+            method = vars(base)["replicate"]
+            if "runs_callbacks" in vars(method):
+                return True
+            code = getattr(unwrap(method), "__code__", None)
+            if code is not None and "super" not in code.co_names:
+                return False
+    return False
 
 
 # -- the patch ----------------------------------------------------------------------------------

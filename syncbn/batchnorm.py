@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"
 _DTYPES = (*HALF, torch.float32, torch.float64)
 _LOCAL = (Tensor, nn.Parameter, type(None))
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
-_BATCH = torch.zeros(2, 1, device="cpu")
 
 _eps_mode = "plus"
 
@@ -298,7 +298,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # what takes longer
             weight, bias = self.weight, self.bias
-        dtype, features, momentum = input.dtype, self.num_features, self.momentum
+        dtype, features, eps, momentum = input.dtype, self.num_features, self.eps, self.momentum
         for tensor in (input, weight):
             if type(tensor) not in _LOCAL and is_dtensor(tensor):
                 raise TypeError(
@@ -313,10 +313,12 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             )
         if dtype not in _DTYPES:
             raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
-        if not self.eps > 0 or not (momentum is None or type(momentum) is float):
-            # torch raises its own error, if it does not take them.
-            number: Any = 0.0 if momentum is None else momentum
-            nn.functional.batch_norm(_BATCH, None, None, None, None, True, number, self.eps)
+        if (
+            type(eps) is not float
+            or not eps > 0
+            or not (momentum is None or type(momentum) is float)
+        ):
+            self._check_numbers()
         mean, var = buffers.get("running_mean"), buffers.get("running_var")
         device, kinds = input.device, (dtype, torch.float32) if dtype in HALF else (dtype,)
         for tensor, name in zip((weight, bias, mean, var), _TENSORS, strict=True):
@@ -331,7 +333,22 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                     f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
                     f"its {name} (got {dtype} on {device}); convert one by .to()"
                 )
-        return Arguments(input, weight, bias, Epsilon(self.eps, _eps_mode == "clamp"))
+        return Arguments(input, weight, bias, Epsilon(eps, _eps_mode == "clamp"))
+
+    def _check_numbers(self) -> None:
+        """Raises unless torch's layer would take ``eps`` and ``momentum``."""
+        for name in ("eps", "momentum"):
+            number: Any = getattr(self, name)
+            if name == "momentum" and number is None:
+                continue
+            is_scalar = isinstance(number, Tensor) and not (
+                number.dim() or number.is_complex() or number.requires_grad
+            )
+            if not isinstance(number, Real) and not is_scalar:
+                raise TypeError(f"{self._named()}: {name} must be a number (got {number!r})")
+            if name == "eps" and float(number) <= 0:
+                raise ValueError(f"{self._named()}: eps must be positive (got {number!r})")
+            float(number)  # an int may be too large, and a tensor may have no value
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""

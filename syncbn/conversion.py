@@ -119,10 +119,9 @@ def convert_model(
     for _, layer in layers:
         if isinstance(layer, nn.DataParallel) and not runs_callbacks(type(layer)):
             check_methods(layer)
-    uncorrected = []
+    uncorrected: list[str] = []
     for path, layer in layers:
-        if _convert(layer, classes):
-            uncorrected.append(f"`{path_or_root(path)}`")
+        _convert(path, layer, classes, uncorrected)
         if isinstance(layer, ReplicaAware):
             layer._layer_name = path or layer._layer_name
         if isinstance(layer, SynchronizedBatchNorm):
@@ -145,21 +144,32 @@ def convert_model(
 
 def _is_synchronized_by(old: Any, new: Any) -> bool:
     """Whether layers of a class can become layers of another class, which synchronizes them."""
+    # The new class communicates, and its forward leads to the one that does.
     if not (isinstance(old, type) and isinstance(new, type) and issubclass(new, ReplicaAware)):
         return False
     if not reaches_synchronized_forward(new):
         return False
+    # For a class that is converted without ``classes`` as well, a class derived from what it
+    # becomes then: of the same number of dimensions.
     if old in SYNCHRONIZED:
         return issubclass(new, SYNCHRONIZED[old])
-    # The forwards of older toolkits and of `nn.SyncBatchNorm` would come before the synchronized.
+    # For a class with another synchronization, a layer of ours, in whatever order: the old forward
+    # would come before the synchronized one if the new class were derived from both.
     if hasattr(old, CALLBACK) or issubclass(old, nn.SyncBatchNorm):
         return issubclass(new, SynchronizedBatchNorm)
+    # For any other, a class derived from it, in front of the synchronized one, so that its forward
+    # runs and calls the synchronized one by super.
     order: Any = new.__mro__
     return nn.Module in order and old in order[: order.index(ReplicaAware)]
 
 
-def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
-    """Converts a layer or a DataParallel. Returns whether it removed a bias correction."""
+def _convert(
+    path: str, layer: Any, classes: Mapping[type[Any], type[nn.Module]], uncorrected: list[str]
+) -> None:
+    """Converts a layer or a DataParallel.
+
+    Its path is added to ``uncorrected`` if a correction of the bias of running statistics is lost.
+    """
     old = type(layer)
     new = classes.get(old) or counterpart_of(layer)
     if new is not None:
@@ -170,7 +180,9 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
                 del vars(layer)[name]
             buffers = layer._buffers
             vars(layer)["_buffers"] = {k: b for k, b in buffers.items() if k not in CORRECTION}
-            return any(buffers.get(name) is not None for name in CORRECTION)
+            if any(buffers.get(name) is not None for name in CORRECTION):
+                uncorrected.append(f"`{path_or_root(path)}`")
+            return
         if PLAIN_CLASS_OF.get(new) is not old:
             vars(layer).setdefault(_FORMER, old)
         if process_group is not None:
@@ -181,7 +193,6 @@ def _convert(layer: Any, classes: Mapping[type[Any], type[nn.Module]]) -> bool:
         else:
             patch_replication_callback(layer)
         vars(layer)[_FORMER] = old
-    return False
 
 
 def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:

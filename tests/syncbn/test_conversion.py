@@ -374,6 +374,22 @@ def test_layers_in_plain_containers_are_named(container, kind):
     assert all("nn.ModuleList" in layer.kind.note for layer in rows)
 
 
+class CallingSuper(DataParallel):
+    def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        return super().replicate(module, device_ids)
+
+
+def test_a_wrapper_whose_replicate_calls_super_is_left_as_it_is():
+    """So it can be pickled."""
+    model = convert_model(CallingSuper(nn.BatchNorm1d(3), ["cpu"] * 2))
+    assert type(model) is CallingSuper
+    (wrapper, _) = summary(model).layers
+    assert wrapper.kind == ("wrapper", "connects the copies of its layers")
+    x = torch.randn(6, 3)
+    copied = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(copied(x), nn.BatchNorm1d(3)(x))
+
+
 @pytest.mark.parametrize("kind", [nn.DataParallel, CustomDataParallel, DataParallel])
 def test_a_round_trip_leaves_nothing_on_a_wrapper_or_its_layers(kind):
     wrapper = kind(nn.BatchNorm1d(3), *([2] if kind is CustomDataParallel else []))

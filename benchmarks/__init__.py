@@ -1,8 +1,1 @@
-"""What the layers and the replicas cost, as ratios side by side; see README.md beside this."""
-
-import warnings
-
-from replication import UnsynchronizedWarning
-
-# Plain BatchNorm in replicas is what several figures are relative to.
-warnings.filterwarnings("ignore", category=UnsynchronizedWarning)
+"""What the layers and the replicas cost, and what others give: see README.md beside this."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,11 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
+
+from replication import UnsynchronizedWarning
+
+# Plain BatchNorm in replicas is what several figures are relative to.
+warnings.filterwarnings("ignore", category=UnsynchronizedWarning)
 
 #: Rounds that are left out of the medians.
 WARM_UP = 2

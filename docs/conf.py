@@ -64,6 +64,7 @@ NAVIGATION = {
             "docs/troubleshooting.md",
             "docs/limits.md",
             "docs/guarantees.md",
+            "docs/audit.md",
             "docs/stability.md",
             "docs/api-index.md",
             "docs/syncbn.md",

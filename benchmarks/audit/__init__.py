@@ -1,0 +1,1 @@
+"""Published losses on two ranks, beside one device: see `docs/audit.md`."""

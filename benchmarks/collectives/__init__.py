@@ -1,0 +1,1 @@
+"""Collectives of several packages beside one device: see `docs/collectives-compared.md`."""

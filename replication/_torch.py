@@ -32,13 +32,19 @@ _SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 #: The dictionaries in which a module keeps the hooks of its calls and their options.
 HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name and "state_dict" not in name)
 IS_REPLICA = "_is_replica"
-#: A dictionary of a module that its replicas share with it, torch's own replicas included.
-SHARED_BY_REPLICAS = "_state_dict_hooks"
 #: The method that ``module(...)`` runs: hooks, then ``forward``.
 CALL_IMPL = "_call_impl"
 #: The attribute that ``module(...)`` runs instead after ``module.compile()``. It is bound to the
 #: original module.
 COMPILED_CALL_IMPL = "_compiled_call_impl"
+
+
+def shared_by_replicas(module: nn.Module) -> object:
+    """Returns an object that a module has in common with its replicas, torch's own included."""
+    # Replicas are shallow copies. They copy the dictionaries of their parameters, buffers, modules
+    # and hooks of calls, and share the others. Copies of a module have others.
+    return vars(module)["_state_dict_hooks"]
+
 
 #: A graph module's own would lose its hooks, and compile its code for each replica.
 _SHELLS = nn.Module._replicate_for_data_parallel, GraphModule._replicate_for_data_parallel

@@ -81,43 +81,67 @@ class Opened(NamedTuple):
 
 def open_builtin(old: Any) -> Opened | None:
     """Opens a list, tuple or dict, or returns None; no method of a derived class runs."""
-    kind: Any = type(old)
+    kind = type(old)
     if not issubclass(kind, BASES) or issubclass(kind, (PackedSequence, Scattered)):
         return None
-    base: Any = next(b for b in kind.__mro__ if b in BASES)
-    is_base = kind is base  # nearly always
-    is_dict = issubclass(base, dict)
-    # Copied first, because a replica of another forward may change the original meanwhile: `items`
-    # may collect garbage, and thereby let another thread run.
-    copied = old
-    if base in (dict, defaultdict):
-        copied = dict.copy(old)
-    elif is_base and base is not tuple:  # of a derived class the constructor would run
-        copied = base.copy(old)
-    items = list(base.items(copied)) if is_dict else []
-    values = [value for _, value in items] if is_dict else list(base.__iter__(copied))
+    if issubclass(kind, dict):
+        return _open_dict(old)
+    return _open_tuple(old) if issubclass(kind, tuple) else _open_list(old)
 
-    def keys() -> list[Any]:
-        if is_dict:
-            return [MappingKey(name) for name, _ in items]
-        return _field_keys(kind, len(values))
+
+# Lists and dicts are copied first, because a replica of another forward may change the original
+# meanwhile: reading its items may collect garbage, and thereby let another thread run.
+
+
+def _open_list(old: Any) -> Opened:
+    kind, values = type(old), list.copy(old)
+
+    def rebuild(values: list[Any]) -> Any:
+        new = list.__new__(kind)
+        list.extend(new, values)
+        if kind is not list:
+            _copy_attributes(old, new)
+        return new
+
+    return Opened(kind, values, lambda: _field_keys(kind, len(values)), rebuild)
+
+
+def _open_tuple(old: Any) -> Opened:
+    kind: Any = type(old)
+    values = list(tuple.__iter__(old))
 
     def rebuild(values: list[Any]) -> Any:
         if hasattr(kind, "n_sequence_fields"):  # made in C, such as torch.return_types.max
             return kind(values)
-        new = tuple.__new__(kind, values) if base is tuple else base.__new__(kind)
-        if base is list:
-            list.extend(new, values)
-        elif is_dict:
-            if base is defaultdict:
-                defaultdict.__init__(new, old.default_factory)
-            for (name, _), value in zip(items, values, strict=True):
-                base.__setitem__(new, name, value)
-        if not is_base:
+        new = tuple.__new__(kind, values)
+        if kind is not tuple:
             _copy_attributes(old, new)
         return new
 
-    return Opened(kind, values, keys, rebuild)
+    return Opened(kind, values, lambda: _field_keys(kind, len(values)), rebuild)
+
+
+def _open_dict(old: Any) -> Opened:
+    kind: Any = type(old)
+    base: Any = next(base for base in kind.__mro__ if base in BASES)
+    if base is not OrderedDict:
+        copied = dict.copy(old)
+    else:  # of a derived class, its `copy` would run the constructor
+        copied = OrderedDict.copy(old) if kind is OrderedDict else old
+    items = list(base.items(copied))
+
+    def rebuild(values: list[Any]) -> Any:
+        new = base.__new__(kind)
+        if base is defaultdict:
+            defaultdict.__init__(new, old.default_factory)
+        for (name, _), value in zip(items, values, strict=True):
+            base.__setitem__(new, name, value)
+        if kind is not base:
+            _copy_attributes(old, new)
+        return new
+
+    values = [value for _, value in items]
+    return Opened(kind, values, lambda: [MappingKey(name) for name, _ in items], rebuild)
 
 
 def _open_registered(old: Any) -> Opened:
@@ -176,6 +200,7 @@ def _field_keys(kind: type, count: int) -> list[Any]:
 
 def _copy_attributes(old: Any, new: Any) -> None:
     """Copies the attributes of ``old``. An attribute that is also an item becomes the new item."""
+    # As of transformers' ModelOutput, a dict whose items are its attributes as well.
     attributes = getattr(old, "__dict__", {})
     if attributes is old:  # its keys are its attributes
         object.__setattr__(new, "__dict__", new)

@@ -81,19 +81,18 @@ def _flatten_into(
         rows.append((path, trees))
         return next
     first = opened[0]
-    keys = first.keys() if first else []
-    columns: list[Any] = [
-        first and first.values,  # its keys may be new, unequal objects in each call
-        *(c.values_of(keys) if c and first and c.kind == first.kind else None for c in opened[1:]),
-    ]
-    if first is None or None in columns:
-        index = columns.index(None) or next(i for i, container in enumerate(opened) if container)
-        first_outline, outline = (_outline(trees[i], opened[i]) for i in (0, index))
-        raise ValueError(
-            "the outputs of the replicas must have the same structure (replica 0: "
-            f"{first_outline}, replica {index}: {outline}{f' at `{path}`' if path else ''}); to "
-            "keep one list per sample, wrap it in your own class"
+    if first is None:
+        raise _mismatch(
+            path, trees, next(i for i, other in enumerate(opened) if other is not None)
         )
+    keys, columns = first.keys(), [first.values]
+    for index, other in enumerate(opened[1:], 1):
+        values = None
+        if other is not None and other.kind == first.kind:
+            values = other.values_of(keys)
+        if values is None:
+            raise _mismatch(path, trees, index)
+        columns.append(values)
     rebuild = first.rebuild
     children = [
         _flatten_into(rows, Path((*path, key)), tuple(values))
@@ -102,7 +101,17 @@ def _flatten_into(
     return lambda leaves: rebuild([child(leaves) for child in children])
 
 
-def _outline(tree: Any, container: Opened | None) -> str:
+def _mismatch(path: Path, trees: tuple[Any, ...], index: int) -> ValueError:
+    return ValueError(
+        f"the outputs of the replicas must have the same structure (replica 0: "
+        f"{_outline(trees[0])}, replica {index}: {_outline(trees[index])}"
+        f"{f' at `{path}`' if path else ''}); to keep one list per sample, wrap it in your own "
+        "class"
+    )
+
+
+def _outline(tree: Any) -> str:
+    container = open_any(tree)
     keys = container.keys() if container else []
     names = ", ".join(name_of(key) for key in keys if not isinstance(key, SequenceKey))
     items = f" with {names}" if names else f" of length {len(keys)}" if container else ""

@@ -1,8 +1,15 @@
 """Batch normalization over the whole batch of all replicas, with the results of one device."""
 
-from replication import DataParallel, DataParallelWithCallback, patch_replication_callback
-from replication.verify import Difference, Verification, verify, verify_ranks
-from replication.version import __version__ as __version__
+from replication import (
+    DataParallel,
+    DataParallelWithCallback,
+    Difference,
+    Verification,
+    patch_replication_callback,
+    verify,
+    verify_ranks,
+)
+from replication import __version__ as __version__
 from syncbn.batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,

@@ -31,15 +31,15 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from replication._torch import destroy_group
-from replication.devices import default_devices
-from replication.groups.layer import ReplicaAware
-from replication.groups.processes import ProcessGroup
-from replication.texts import table
-from replication.verify import verify
-from replication.verify.ranks import in_ranks, join_launched
-from replication.verify.supervision import end
-from replication.version import __version__
+from replication import ProcessGroup, ReplicaAware, __version__, verify
+from replication.extending import (
+    default_devices,
+    destroy_group,
+    end,
+    in_ranks,
+    join_launched,
+    table,
+)
 from syncbn.batchnorm import SynchronizedBatchNorm2d
 from syncbn.channels import has_float64
 

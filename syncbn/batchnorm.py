@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from replication._torch import (
+from replication import CallbackContext, Group, ReplicaAware, ReplicaGroup
+from replication.extending import (
     HOOKS,
     dispatch_modes,
     has_other_derivatives,
+    has_other_processes,
     is_dtensor,
+    is_int,
+    lost_derivatives,
+    name_in_graph,
     uncompiled,
     unseen_by_checkpoints,
 )
-from replication.checks import is_int
-from replication.errors import lost_derivatives
-from replication.groups.base import Group
-from replication.groups.layer import ReplicaAware
-from replication.groups.registry import has_other_processes, name_in_graph
-from replication.groups.replicas import CallbackContext, ReplicaGroup
 from syncbn.by_textbook import normalized_by_textbook
 from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
 from syncbn.kernels import kernels_for

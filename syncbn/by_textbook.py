@@ -13,11 +13,8 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from replication.errors import ReplicationError
-from replication.groups.base import Group, Signature
-from replication.groups.processes import ProcessGroup
-from replication.groups.replicas import ReplicaGroup
-from replication.sync.lifecycle import Phase, phase
+from replication import Group, ProcessGroup, ReplicaGroup, ReplicationError
+from replication.extending import Phase, Signature, phase
 from syncbn.channels import copied
 from syncbn.statistics import Arguments, CountBatch, check_count
 from syncbn.textbook import exact_batch_norm

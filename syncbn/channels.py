@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.devices import current_stream, is_capturing, to_device
+from replication.extending import current_stream, is_capturing, to_device
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -11,10 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from replication.callbacks import execute_replication_callbacks, patch_replication_callback
-from replication.data_parallel import DataParallelWithCallback
-from replication.groups.replicas import CallbackContext
-from replication.pipes import FutureResult, SlavePipe, SyncMaster
+from replication import (
+    CallbackContext,
+    DataParallelWithCallback,
+    FutureResult,
+    SlavePipe,
+    SyncMaster,
+    execute_replication_callbacks,
+    patch_replication_callback,
+)
 from syncbn.batchnorm import SynchronizedBatchNorm, set_sbn_eps_mode
 from syncbn.conversion import convert_model
 from syncbn.kinds import LAYERS, PLAIN_CLASS_OF

@@ -9,19 +9,23 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from replication.callbacks import (
-    CALLBACK,
-    check_methods,
+from replication import (
+    DataParallel,
+    ReplicaAware,
+    UnsynchronizedWarning,
     patch_replication_callback,
-    runs_callbacks,
 )
-from replication.checks import check_module
-from replication.data_parallel import DataParallel
-from replication.groups.layer import ReplicaAware
-from replication.groups.registry import as_process_group
-from replication.modules import with_class
-from replication.texts import first_of, path_or_root
-from replication.warning import UnsynchronizedWarning, warn
+from replication.extending import (
+    CALLBACK,
+    as_process_group,
+    check_methods,
+    check_module,
+    first_of,
+    path_or_root,
+    runs_callbacks,
+    warn,
+    with_class,
+)
 from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
 from syncbn.kinds import (
     DERIVED,

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from replication._torch import has_kernels
+from replication.extending import has_kernels
 from syncbn.channels import (
     HALF,
     accumulation_dtype,

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from replication.callbacks import runs_callbacks
-from replication.checks import check_module
-from replication.containers import open_builtin
-from replication.groups.layer import ReplicaAware
-from replication.texts import path_or_root, table
-from replication.tree import leaves_of
+from replication import ReplicaAware
+from replication.extending import (
+    check_module,
+    leaves_of,
+    open_builtin,
+    path_or_root,
+    runs_callbacks,
+    table,
+)
 from syncbn.batchnorm import (
     CORRECTION,
     SynchronizedBatchNorm,

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import apply_of
-from replication.groups.base import Signature
-from replication.groups.processes import ProcessGroup
+from replication import ProcessGroup
+from replication.extending import Signature, apply_of
 from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
 from syncbn.kernels import Kernels
 from syncbn.statistics import Arguments, CountBatch, check_count

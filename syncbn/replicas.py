@@ -28,11 +28,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from replication._torch import apply_of, sees_saved_tensors
-from replication.devices import current_streams, record_stream, use_streams
-from replication.errors import ReplicationError
-from replication.groups.replicas import ReplicaGroup, hidden_from_hooks
-from replication.sync.lifecycle import Phase, phase
+from replication import ReplicaGroup, ReplicationError
+from replication.extending import (
+    Phase,
+    apply_of,
+    current_streams,
+    hidden_from_hooks,
+    phase,
+    record_stream,
+    sees_saved_tensors,
+    use_streams,
+)
 from syncbn.channels import HALF, constant_tensor, copied, in_format_of, memory_format
 from syncbn.kernels import Kernels
 from syncbn.statistics import Arguments, CountBatch, KernelMoments, check_count

@@ -76,7 +76,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replication.groups.base import WithDerivative
+from replication.extending import WithDerivative
 from syncbn.channels import (
     accumulation_dtype,
     in_float64,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from replication._torch import IS_REPLICA, SHARED_BY_REPLICAS
+from replication._torch import IS_REPLICA, shared_by_replicas
 from replication.errors import ReplicationError
 from replication.groups.base import Group, SoloGroup
 from replication.groups.processes import process_group_of
@@ -165,8 +165,8 @@ class ReplicaAware(_Base):
                 "nn.ModuleList), or a function that __init__ makes refers to it (look it up in "
                 "forward)"
             )
-        # One flag for the original and all its replicas, which come here at the same time.
-        if once_for(vars(self)[SHARED_BY_REPLICAS]):
+        # Once for the original and all its replicas, which come here at the same time.
+        if once_for(shared_by_replicas(self)):
             path = f"`{self._layer_name}`: " if self._layer_name else ""
             warn(f"{path}{self!r} {what}", UnsynchronizedWarning)
         return True

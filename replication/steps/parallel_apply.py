@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from replication._torch import in_functorch_transform, named_range
 from replication.checks import check_list
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.errors import add_note, lost_derivatives, origin
-from replication.steps.threads import CallerState, run_all
+from replication.steps.threads import CallerState, Key, run_all
 from replication.sync.lifecycle import abort_forward, first_failure_wins, tracked_forwards
 
 __all__ = ["parallel_apply"]
@@ -74,8 +74,12 @@ def parallel_apply(
     on_cpu = [device.type for device in targets].count("cpu")
     share = max(1, torch.get_num_threads() // max(1, on_cpu))
     state = CallerState(targets, share)
-    calls = enumerate(zip(modules, inputs, kwargs_tup, targets, strict=True))
-    jobs = {(index, call[3]): partial(_run, state, index, n, *call) for index, call in calls}
+    jobs: dict[Key, Callable[[], Any]] = {}
+    for index, device in enumerate(targets):
+        run = partial(_run, state, index, n, modules[index], inputs[index], kwargs_tup[index])
+        jobs[index, device] = partial(run, device)
+    # For programs that call this function alone. `DataParallel` does it once more, because a
+    # subclass may run its replicas in another way.
     return first_failure_wins(lambda _: run_all(jobs, partial(abort_forward, modules)), modules)
 
 

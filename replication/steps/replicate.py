@@ -23,7 +23,7 @@ from replication.devices import DeviceLike, parse_devices, to_device
 from replication.errors import lost_derivatives
 from replication.modules import check_initialized, layers_of, with_class
 from replication.steps.broadcast import broadcast, copy_buffers
-from replication.sync.lifecycle import untrack
+from replication.sync.lifecycle import TrackedForward
 from replication.tree import leaves_of, replace_leaves
 
 __all__ = ["replicate"]
@@ -164,7 +164,7 @@ def _fill(shell: nn.Module, original: nn.Module, copies: CopyById) -> None:
             state[name] = former[name] = copies[id(parameter)]
     state.pop(COMPILED_CALL_IMPL, None)  # the compiled call would run the original
     if "forward" in state:  # of a replica that is replicated again
-        untrack(shell)
+        TrackedForward.detach(shell)
 
 
 def _attributes_to_replace(module: nn.Module) -> dict[str, Any]:

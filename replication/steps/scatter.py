@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from replication._torch import MappingKey, SequenceKey
+from replication._torch import SequenceKey
 from replication.checks import checked_names
 from replication.containers import Scattered
 from replication.devices import DeviceLike, parse_devices, to_device
-from replication.tree import Leaf, Path, flatten, leaves_of, replace_leaves
+from replication.tree import Leaf, flatten, leaves_of, replace_leaves
 
 __all__ = ["scatter", "scatter_kwargs"]
 
@@ -95,15 +95,17 @@ def scatter_kwargs(
         moving = {name: value for name, value in named.items() if name not in cpu_keywords}
         args, moving = moved((args, moving), targets[0])
         return (args,), ({**named, **moving},)
-    flat, rebuild = flatten((args, named))
-    leaves = [Leaf(Path(path[1:]), value) for path, value in flat]
+    positional, rebuild_args = flatten(args)
+    keyword, rebuild_kwargs = flatten(named)
+    leaves, first = positional + keyword, len(positional)
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
         targets = targets[:1]
-    keys: list[Any] = [MappingKey(name) for name in cpu_keywords]
-    staying = [i for i, leaf in enumerate(leaves) if leaf.path[0] in keys]
+    staying = [i for i, leaf in enumerate(keyword, first) if leaf.path[0].key in cpu_keywords]
     parts = split_leaves(leaves, targets, dim, staying)
-    positional, keyword = zip(*map(rebuild, parts), strict=True)
-    return positional, keyword
+    return (
+        tuple([rebuild_args(part[:first]) for part in parts]),
+        tuple([rebuild_kwargs(part[first:]) for part in parts]),
+    )
 
 
 def _as_scattered(name: str, argument: Any, count: int) -> Scattered:

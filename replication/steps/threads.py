@@ -215,6 +215,14 @@ def _autocast_state(kind: str) -> tuple[torch.dtype, bool, bool]:
     return dtype, is_enabled, torch.is_autocast_cache_enabled()
 
 
+def _let_new_threads_begin_with(torch_threads: int) -> None:
+    """Sets the number of intra-op threads of threads that will be made, but not of this one."""
+    # They begin with the number that was set last, in any thread.
+    other = threading.Thread(target=torch.set_num_threads, args=[torch_threads])
+    other.start()
+    other.join()
+
+
 class CallerState:
     """What the caller of a forward has when it is made, for the threads of its replicas."""
 
@@ -242,12 +250,7 @@ class CallerState:
         """
         if torch.get_num_threads() != self.torch_threads:
             torch.set_num_threads(self.torch_threads)
-            # New threads begin with the number that was set last, in any thread.
-            restores = threading.Thread(
-                target=torch.set_num_threads, args=[self.callers_torch_threads]
-            )
-            restores.start()
-            restores.join()
+            _let_new_threads_begin_with(self.callers_torch_threads)
         if _flushes_denormals() != self.flushes:
             torch.set_flush_denormal(self.flushes)
         set_grad_modes(stack, grad=self.grad, inference=self.inference)

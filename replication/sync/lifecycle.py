@@ -97,19 +97,9 @@ def calling_replica(name: str) -> CurrentReplica:
 _REDUCE = "__reduce_ex__"
 
 
-def _reduce_untracked(owner: Callable[[], Any], protocol: Any) -> Any:
-    """Reduces a replica as if its methods were not overridden."""
-    replica = owner()
-    kind: Any = type(replica)
-    twin = kind.__new__(kind)
-    vars(twin).update(vars(replica))
-    untrack(twin)
-    return kind.__reduce_ex__(twin, protocol)
-
-
 # An attribute of the replica. A hook would miss ``replica.forward(...)``, which runs no hooks. It
 # refers to the replica weakly, so that no cycle keeps the parameters alive. Copies of the replica
-# do not get it, because it would run the replica itself.
+# do not get it, because it would run the replica itself: a second attribute sees to that.
 class TrackedForward:
     """Overrides ``forward`` of a replica, to report when it begins, ends and fails."""
 
@@ -122,6 +112,28 @@ class TrackedForward:
         self.previous: Callable[..., Any] | None = (
             previous.previous if isinstance(previous, TrackedForward) else previous
         )
+
+    def attach(self) -> None:
+        vars(self.owner()).update({"forward": self, _REDUCE: self.reduce})
+
+    @staticmethod
+    def detach(replica: nn.Module) -> None:
+        """Removes the override from a copy of a replica, where it would run the replica itself."""
+        state = vars(replica)
+        if isinstance(tracked := state.get("forward"), TrackedForward):
+            del state["forward"]
+            state.pop(_REDUCE, None)
+            if tracked.previous is not None:
+                state["forward"] = tracked.previous
+
+    def reduce(self, protocol: Any) -> Any:
+        """Reduces the replica as if its methods were not overridden."""
+        replica = self.owner()
+        kind: Any = type(replica)
+        twin = kind.__new__(kind)
+        vars(twin).update(vars(replica))
+        self.detach(twin)
+        return kind.__reduce_ex__(twin, protocol)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner, current = self.owner(), this_thread.current
@@ -173,20 +185,8 @@ def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
     """Makes a rendezvous, and makes the replicas report their beginning and end to it."""
     rendezvous = Rendezvous(len(replicas), in_backward=phase() is not Phase.FORWARD)
     for index, replica in enumerate(replicas):
-        state = replica.__dict__
-        state["forward"] = TrackedForward(replica, rendezvous, index)
-        state[_REDUCE] = partial(_reduce_untracked, state["forward"].owner)
+        TrackedForward(replica, rendezvous, index).attach()
     return rendezvous
-
-
-def untrack(replica: nn.Module) -> None:
-    """Removes the override from a copy of a replica, where it would run the replica itself."""
-    state = replica.__dict__
-    if isinstance(tracked := state.get("forward"), TrackedForward):
-        del state["forward"]
-        state.pop(_REDUCE, None)
-        if tracked.previous is not None:
-            state["forward"] = tracked.previous
 
 
 def tracked_forwards(replicas: Sequence[Any]) -> list[TrackedForward]:

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+import replication
 from replication import _torch as torch_internals
+from replication import extending
 
 #: Of the packages that are tested, wherever they are installed.
 ROOT = Path(torch_internals.__file__).resolve().parent.parent
@@ -40,6 +42,55 @@ ORDER = [
     ["data_parallel"],
     ["criterion"],
     ["verify"],
+    ["extending"],
+]
+
+#: The doors of `replication.extending`: what layers with their own autograd nodes may import.
+FOR_LAYERS = [
+    "Phase",
+    "Signature",
+    "WithDerivative",
+    "apply_of",
+    "as_process_group",
+    "current_stream",
+    "current_streams",
+    "dispatch_modes",
+    "has_kernels",
+    "has_other_derivatives",
+    "has_other_processes",
+    "hidden_from_hooks",
+    "is_capturing",
+    "is_dtensor",
+    "lost_derivatives",
+    "name_in_graph",
+    "phase",
+    "record_stream",
+    "sees_saved_tensors",
+    "to_device",
+    "uncompiled",
+    "unseen_by_checkpoints",
+    "use_streams",
+]
+#: And what tools that convert, describe or check networks may import.
+FOR_TOOLS = [
+    "CALLBACK",
+    "HOOKS",
+    "check_methods",
+    "check_module",
+    "default_devices",
+    "destroy_group",
+    "end",
+    "first_of",
+    "in_ranks",
+    "is_int",
+    "join_launched",
+    "leaves_of",
+    "open_builtin",
+    "path_or_root",
+    "runs_callbacks",
+    "table",
+    "warn",
+    "with_class",
 ]
 
 
@@ -95,8 +146,21 @@ def test_replication_does_not_import_syncbn():
     )
 
 
+def test_syncbn_comes_in_by_the_doors_only():
+    """Through what `replication` exports, and the names of `replication.extending`, all used."""
+    assert sorted(FOR_LAYERS + FOR_TOOLS) == sorted(extending.__all__)
+    found: dict[str, set[str]] = {}
+    for name in FILES:
+        if name.startswith("syncbn"):
+            for node in ast.walk(syntax(name)):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("replication"):
+                    found.setdefault(str(node.module), set()).update(a.name for a in node.names)
+    assert found.pop("replication") <= {*replication.__all__, "__version__"}
+    assert found == {"replication.extending": set(extending.__all__)}
+
+
 def test_numeric_modules_import_no_replicas():
-    numeric = ["syncbn.channels", "syncbn.statistics", "replication.devices"]
+    numeric = ["syncbn.channels", "syncbn.statistics", "replication.extending"]
     assert_none(
         lambda name: [i for i in foreign(name) if i not in numeric and i.split(".")[0] != "torch"],
         numeric[:2],
@@ -175,7 +239,8 @@ def test_a_package_imports_names_from_where_they_are_public_and_does_nothing_els
     for node in statements:
         assert isinstance(node, ast.ImportFrom)
         names = {alias.name for alias in node.names}
-        assert names <= set(importlib.import_module(str(node.module)).__all__)
+        public_there = importlib.import_module(str(node.module)).__all__
+        assert names <= {*public_there, "__version__"}
         public |= names - {"__version__"}
     assert sorted(public) == importlib.import_module(package).__all__
 

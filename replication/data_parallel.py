@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from replication._torch import (
-    SHARED_BY_REPLICAS,
     check_balance,
     is_exporting,
     named_range,
+    shared_by_replicas,
     uncompiled,
 )
 from replication.callbacks import CALLBACK, execute_replication_callbacks, with_callbacks
@@ -286,7 +286,7 @@ def _warn_inside_a_replica(model: DataParallel[Any]) -> None:
         and outer.rendezvous.size > 1
         and any(m.training and hasattr(type(m), CALLBACK) for _, m in layers_of(model.module))
         # One answer for all replicas of this DataParallel, in all forwards.
-        and once_for(vars(model)[SHARED_BY_REPLICAS])
+        and once_for(shared_by_replicas(model))
     ):
         warn(
             f"a DataParallel runs {type(model.module).__name__} inside a replica of another one, "

@@ -18,27 +18,26 @@ from replication import DataParallel, ReplicasDiverged, ReplicationError
 from syncbn import SynchronizedBatchNormNd, verify
 from tests import oracle
 from tests.devices import several
-from tests.layers import LAYERS, outcome_of
+from tests.layers import outcome_of
 from tests.layouts import channels_last
+from tests.padded import (
+    EXACT,
+    NAN,
+    Masked,
+    assert_same,
+    expected,
+    mask_of,
+    padded,
+    spread,
+    stepped,
+    valid,
+)
 from tests.pairwise import pairwise
 from tests.ranks import needs_gloo, run_ranks
-from tests.sharded import assert_reads_no_value, eps_mode, randomized
-
-NAN = float("nan")
+from tests.sharded import assert_reads_no_value, eps_mode
 
 #: What follows the channels in the shape of a batch, by its dimensions.
 SHAPES = {0: (), 1: (6,), 2: (4, 3), 3: (2, 3, 2)}
-
-
-class Masked(nn.Module):
-    """A network of one layer, so that messages name it."""
-
-    def __init__(self, features: int = 3, dims: int = 1, **options: Any) -> None:
-        super().__init__()
-        self.bn = randomized(LAYERS[max(1, dims)][1](features, **options))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.bn(x, mask=mask)
 
 
 class InCheckpoint(nn.Module):
@@ -48,62 +47,6 @@ class InCheckpoint(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return checkpoint(self.net, x, mask, use_reentrant=self.use_reentrant)
-
-
-def mask_of(samples: int, extent: Sequence[int], seed: int = 0) -> Tensor:
-    """Random; of three replicas that share 7 samples, the second has no valid position."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(samples, *extent, generator=generator) < 0.6
-    mask[3:6] = False
-    mask[0] = True
-    return mask
-
-
-def padded(x: Tensor, mask: Tensor, value: float = NAN) -> Tensor:
-    return torch.where(mask.unsqueeze(1), x, torch.tensor(value, dtype=x.dtype))  # keeps strides
-
-
-def valid(x: Tensor, mask: Tensor) -> Tensor:
-    """The values that count, ``(n, C)`` in float64."""
-    return x.double().movedim(1, -1)[mask]
-
-
-def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """The inverse of `valid`, with zeros elsewhere."""
-    result = torch.zeros(*mask.shape, values.size(1), dtype=values.dtype)
-    result[mask] = values
-    return result.movedim(-1, 1)
-
-
-def expected(layer: Any, x: Tensor, mask: Tensor, dy: Tensor) -> list[Tensor]:
-    """The output, the gradients of x, weight and bias, and the buffers, after the first call."""
-    weight, bias = (t if t is None else t.detach().double() for t in (layer.weight, layer.bias))
-    momentum = 1.0 if layer.momentum is None else layer.momentum
-    found = oracle.batch_norm(
-        [valid(x, mask)], [valid(dy, mask)], weight, bias, eps=layer.eps, momentum=momentum
-    )
-    images = [spread(values[0], mask) for values in (found.outputs, found.input_grads)]
-    gradients = [] if weight is None else [found.weight_grad, found.bias_grad]
-    buffers = [found.running_mean, found.running_var] if layer.track_running_stats else []
-    return [*images, *gradients, *buffers]
-
-
-def stepped(model: Callable[..., Tensor], layer: Any, *batch: Tensor) -> list[Tensor]:
-    x, mask, dy = batch
-    leaf = x.clone().requires_grad_()
-    y = model(leaf, mask=mask)
-    y.backward(dy)
-    gradients = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
-    layer.zero_grad()
-    return [y.detach(), *gradients, *list(layer.buffers())[:2]]
-
-
-def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor], **tolerances: float) -> None:
-    for ours, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours.double().cpu(), exact.cpu(), **tolerances)
-
-
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def in_replicas(net: nn.Module, count: int = 3) -> nn.Module:

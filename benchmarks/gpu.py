@@ -27,7 +27,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import host, networks, processes, step
-from benchmarks.launches import processes as pretended_processes
 from benchmarks.layer import REPLICAS, WAYS
 from benchmarks.measuring import Figures, Row, Table, in_processes, line, parser, show
 from benchmarks.networks import NETWORKS as NETWORKS_BY_NAME
@@ -216,7 +215,7 @@ def on_ranks() -> str:
 
 def rank_of_two(rank: int, measure: Callable[..., str], *arguments: Any) -> str:
     """Measures in a process whose group pretends to have two ranks and exchanges nothing."""
-    with pretended_processes(2):
+    with processes.pretending("cuda"):
         return measure(*arguments)
 
 

@@ -1,242 +1,254 @@
-"""The kernels that one synchronized layer launches in a forward and a backward, counted.
+"""What one layer makes the host do for GPUs: launches, collectives, copies and waits, counted.
 
     python -m benchmarks.launches
+    python -m benchmarks.launches --write     # into details.md
 
-No accelerator is needed: the CPU and the meta device stand in for two of them, and
-`tests.fused` for the kernels that they lack. A copy to the host from the device that the CPU
-stands in for is the only thing that remains unseen.
+They are counted by the simulated CUDA runtime of the tests (`tests/cuda`), below torch's CUDA
+build, so no GPU is needed.
 """
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules._functions import SyncBatchNorm
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks.measuring import line
-from replication import execute_replication_callbacks, parallel_apply, replicate
-from syncbn import SynchronizedBatchNorm2d, convert_model
-from syncbn.kernels import Kernels
-from tests import fused
+from benchmarks import simulated
+from benchmarks.measuring import in_processes, line
+from replication import DataParallel
+from syncbn import convert_model
+from tests.cuda import environment, runtime
 
-#: Of processes or replicas.
-NUMBERS = (2, 4, 16)
+#: Per rank or replica.
+SHAPE = (4, 16, 8, 8)
 
-#: Per replica.
-SHAPE = torch.Size((4, 8, 6, 5))
+#: Two networks of so many layers are counted, and their difference is shown per layer: what a
+#: wrapper does once is in neither.
+DEPTHS = (10, 20)
 
-#: The kinds of operations that are counted, and their headings.
+RANKS = 2
+REPLICAS = (2, 4)
+
+#: The kinds of what is counted, and their headings.
 KINDS = {
-    "launch": "launches",
-    "large": "of the input's size",
-    "copy": "copies from another device",
-    "collective": "collectives",
-    "wait": "host waits",
-    "from host": "copies from host memory",
+    "launches": "launches",
+    "collectives": "collectives",
+    "copies": "copies between devices",
+    "host": "copies between host and device",
+    "waits": "host waits",
 }
 
 ABOUT = (
-    "One layer with weight, bias and running statistics, in float32, after a first call. A launch "
-    "is an operation that torch dispatches, except views and allocations. Launches that read or "
-    "write a tensor of the input's size are also listed apart. Replica 0, which merges, is on one "
-    "accelerator, and the others are on a second one: copies to it are made once, for all of "
-    "them. Cells are forward + backward."
+    f"One layer with {SHAPE[1]} channels and shards of {' x '.join(map(str, SHAPE))}, in float32 "
+    "unless it says otherwise, in forward + backward. A launch is a kernel that torch's CUDA "
+    "build starts, or a call of cuDNN. Of replicas, those of all devices are added."
 )
 
-#: The kernels of accelerators, which `Recorder` replaces.
-OF_TORCH = Kernels(*[getattr(torch, name) for name in fused.KERNELS])
-
-#: Operations for which the host waits.
-WAITING = ("_local_scalar_dense", "equal", "is_nonzero")
-
-
-#: The type of an operation's device, and its kinds. It counts once for each.
-Operation = tuple[str, list[str]]
+#: Each makes a network from one with plain BatchNorm.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "nn.BatchNorm2d": lambda net: net,
+    "syncbn": convert_model,
+    "nn.SyncBatchNorm": nn.SyncBatchNorm.convert_sync_batchnorm,
+}
 
 
-class Recorder(TorchDispatchMode):
-    """Records the operations of a thread."""
+#: Unusual layers, as options of `nn.BatchNorm2d`, the dtype of weights and buffers, that of the
+#: input, and its memory format.
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype, torch.memory_format]] = {
+    "usual": ({}, torch.float32, torch.float32, torch.contiguous_format),
+    "channels_last": ({}, torch.float32, torch.float32, torch.channels_last),
+    "input in float16": ({}, torch.float32, torch.float16, torch.contiguous_format),
+    "all in bfloat16": ({}, torch.bfloat16, torch.bfloat16, torch.contiguous_format),
+    "affine=False": ({"affine": False}, torch.float32, torch.float32, torch.contiguous_format),
+    "no running statistics": (
+        *({"track_running_stats": False}, torch.float32),
+        *(torch.float32, torch.contiguous_format),
+    ),
+    "momentum=None": ({"momentum": None}, torch.float32, torch.float32, torch.contiguous_format),
+}
 
-    def __init__(self, operations: list[Operation]) -> None:
-        super().__init__()
-        self.operations = operations
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        inputs = tensors_in((args, kwargs))
-        if name == "_to_copy" and kwargs.get("device", args[0].device) != args[0].device:
-            # The meta device has no values to copy.
-            result = torch.empty_like(args[0], device=kwargs["device"], dtype=kwargs.get("dtype"))
-        elif func.namespace == "c10d":  # the fake backend takes no meta tensors, of one dimension
-            result = func(*tree_map_only(Tensor, flat_on_cpu, args), **kwargs)
-        else:
-            result = fused.KERNELS.get(name, func)(*args, **kwargs)
-        outputs = tensors_in(result)
-        tensors = (*inputs, *outputs) if func.namespace == "c10d" else (*outputs, *inputs)
-        device = tensors[0].device
-        self.operations.append((device.type, kinds_of(func, name, inputs, outputs)))
-        return result
-
-
-def flat_on_cpu(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu").flatten()
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def kinds_of(func: Any, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
-    """Returns the kinds of an operation, none if it launches nothing."""
-    if func.namespace == "c10d":
-        return ["collective"]
-    if name == "lift_fresh":  # a tensor made of Python numbers
-        return ["from host"]
-    if name in WAITING:
-        return ["wait"]
-    if len({tensor.device for tensor in (*inputs, *outputs)}) > 1:
-        return ["copy"]
-    aliases = [result.alias_info for result in func._schema.returns]
-    is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    is_host_scalar = not inputs and not outputs[0].dim()
-    if is_view or is_host_scalar or "empty" in name:
-        return []
-    if name == "index" and any(t.dtype == torch.bool for t in inputs[1:]):
-        return ["launch", "wait", "launch"]  # the first one counts the values that the mask keeps
-    if name == "batch_norm_gather_stats_with_counts":
-        inputs = inputs[1:]  # of the first, only the dtype matters
-    is_large = max(tensor.numel() for tensor in (*inputs, *outputs)) >= SHAPE.numel()
-    return ["launch", "large"] if is_large else ["launch"]
-
-
-#: Of a forward and of a backward.
-Counts = tuple[Counter[str], Counter[str]]
-
-
-def counts(operations: Iterable[Operation], device: str = "cpu") -> Counter[str]:
-    return Counter(kind for where, kinds in operations for kind in kinds if where == device)
-
-
-class Recorded(nn.Sequential):
-    """A layer whose operations are recorded."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        #: All replicas share the list.
-        self.operations: list[Operation] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        with Recorder(self.operations):
-            return super().forward(x)  # type: ignore[no-any-return]
-
-
-def in_replicas(replicas: int) -> tuple[Counts, Counts]:
-    """Counts the operations of replica 0, with the merge, and of each other replica."""
-    devices = ["cpu", *["meta"] * (replicas - 1)]
-    model = Recorded(convert_model(nn.BatchNorm2d(SHAPE[1])))
-    shards = [torch.randn(SHAPE, device=device, requires_grad=True) for device in devices]
-    upstream = [torch.randn_like(shard) for shard in shards]
-    with patch("syncbn.batchnorm.kernels_for", lambda kind: OF_TORCH):
-        for _ in range(2):  # the first call fills caches
-            forward, backward = model.operations, list[Operation]()
-            forward.clear()
-            copies = replicate(model, devices)
-            execute_replication_callbacks(copies, devices)
-            outputs = parallel_apply(copies, [(shard,) for shard in shards])
-            parameters = [p for c in copies for p in (c[0].weight, c[0].bias)]
-            with Recorder(backward):
-                # The first copy gets the gradients of the parameters, of all shards.
-                torch.autograd.grad(outputs, [*shards, *parameters], upstream, allow_unused=True)
-    first, others = (
-        [counts(made, device) for made in (forward, backward)] for device in ("cpu", "meta")
-    )
-    for counted in others:
-        for kind in counted.keys() - {"copy"}:
-            counted[kind], rest = divmod(counted[kind], replicas - 1)
-            assert rest == 0
-    return tuple(first), tuple(others)
+#: What a forward or backward of one layer does, by kind.
+Counts = dict[str, float]
 
 
 @contextmanager
-def processes(size: int) -> Iterator[None]:
-    """One of several processes, which exchange nothing."""
-    distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
+def nccl(rank: int, size: int, folder: str) -> Iterator[None]:
+    """A rank on the GPU of its number."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "nccl",
+        store=distributed.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=2),
+        device_id=device,
+    )
+    yield
+    distributed.destroy_process_group()
 
 
-def recorded(
-    forward: Callable[[], Tensor], inputs: Sequence[Tensor], device: str = "cpu"
-) -> Counts:
-    """Counts the operations of a second forward and backward. The first fills caches."""
-    for _ in range(2):
-        of_forward, of_backward = list[Operation](), list[Operation]()
-        with Recorder(of_forward):
-            y = forward()
-        dy = torch.randn_like(y)
-        with Recorder(of_backward):
+def in_ranks(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls ``function(rank, folder, *arguments)`` in ranks, and returns what rank 0 returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        return in_processes(RANKS, 1, function, folder, *arguments)
+
+
+def stack(depth: int, case: str = "usual") -> nn.Module:
+    options, dtype, *_ = CASES[case]
+    return nn.Sequential(*[nn.BatchNorm2d(SHAPE[1], **options) for _ in range(depth)]).to(dtype)
+
+
+def kinds(report: dict[str, dict[str, int]]) -> Counter[str]:
+    """What a report of the runtime counts, by kind, and launches by the name of the kernel."""
+    found = runtime.kernels(report)
+    found["launches"] = sum(report.get("launches", {}).values())
+    found["collectives"] = sum(
+        number for name, number in report.get("nccl", {}).items() if name in COLLECTIVES
+    )
+    for name, number in report.get("copies", {}).items():
+        if "between devices" in name:
+            found["copies"] += number
+        elif "on one device" not in name:
+            found["host"] += number
+    # Threads of NCCL wait by themselves.
+    found["waits"] = sum(n for name, n in report.get("waits", {}).items() if "nccl" not in name)
+    return found
+
+
+COLLECTIVES = ("ncclAllGather", "ncclAllReduce", "ncclReduceScatter")
+
+
+def counted(model: Callable[[Tensor], Tensor], inputs: Sequence[Tensor]) -> list[Counter[str]]:
+    """Counts a third forward and backward."""
+    for _ in range(3):
+        with runtime.counted() as forward:
+            y = model(inputs[0])
+        dy = torch.ones_like(y)
+        with runtime.counted() as backward:
             torch.autograd.grad(y, inputs, dy)
-    return counts(of_forward, device), counts(of_backward, device)
+    return [kinds(forward), kinds(backward)]
 
 
-def in_processes_of_syncbn(size: int) -> Counts:
-    """Counts the operations of a layer in one process, for which meta is an accelerator."""
-    layer = SynchronizedBatchNorm2d(SHAPE[1], device="meta")
-    x = torch.randn(SHAPE, device="meta", requires_grad=True)
-    kernels = patch("syncbn.batchnorm.kernels_for", lambda kind: OF_TORCH)
-    with processes(size), kernels:
-        return recorded(lambda: layer(x), [x, *layer.parameters()], "meta")
+def per_layer(count: Callable[[int], list[Counter[str]]]) -> list[Counts]:
+    """Of forward and backward, from the difference between two depths."""
+    small, large = (count(depth) for depth in DEPTHS)
+    return [
+        {
+            kind: (more[kind] - less[kind]) / (DEPTHS[1] - DEPTHS[0])
+            for kind in {**KINDS, **more}
+            if kind in KINDS or more[kind] != less[kind]
+        }
+        for less, more in zip(small, large, strict=True)
+    ]
 
 
-def torchs(size: int) -> Counts:
-    """Counts the operations of `nn.SyncBatchNorm` in one process, by its autograd function.
+def of_a_rank(rank: int, folder: str) -> dict[str, dict[str, list[Counts]]]:
+    """Counts in a rank: the usual layer in each way, and ours in each case."""
 
-    The module itself refuses the CPU, and adds the count of batches.
-    """
-    layer = nn.BatchNorm2d(SHAPE[1])
-    x = torch.randn(SHAPE, requires_grad=True)
+    def count(way: str, case: str, depth: int) -> list[Counter[str]]:
+        _, _, dtype, layout = CASES[case]
+        x = torch.zeros(SHAPE, device=f"cuda:{rank}", dtype=dtype)
+        x = x.contiguous(memory_format=layout).requires_grad_()
+        net = WAYS[way](stack(depth, case)).to(x.device)
+        return counted(net, [x, *net.parameters()])
 
-    def forward() -> Tensor:
-        layer.num_batches_tracked.add_(1)
-        return SyncBatchNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
-            *(x, layer.weight, layer.bias, layer.running_mean, layer.running_var),
-            *(layer.eps, layer.momentum, distributed.group.WORLD, size),
-        )
+    with nccl(rank, RANKS, folder):
+        return {
+            f"each of {RANKS} ranks": {
+                way: per_layer(partial(count, way, "usual")) for way in WAYS
+            },
+            f"syncbn, each of {RANKS} ranks": {
+                case: per_layer(partial(count, "syncbn", case))
+                for case in CASES
+                if case != "usual"
+            },
+        }
 
-    with processes(size):
-        return recorded(forward, [x, *layer.parameters()])
+
+def of_replicas(number: int) -> dict[str, list[Counts]]:
+    """Counts of all replicas, by way."""
+    devices = [f"cuda:{index}" for index in range(number)]
+    x = torch.zeros(SHAPE[0] * number, *SHAPE[1:], device=devices[0], requires_grad=True)
+
+    def count(
+        wrap: Callable[..., nn.Module], make: Callable[[nn.Module], nn.Module], depth: int
+    ) -> list[Counter[str]]:
+        net = make(stack(depth)).to(x.device)
+        return counted(wrap(net, devices), [x, *net.parameters()])
+
+    return {
+        "nn.BatchNorm2d in nn.DataParallel": per_layer(
+            partial(count, nn.DataParallel, WAYS["nn.BatchNorm2d"])
+        ),
+        "syncbn in DataParallel": per_layer(partial(count, DataParallel, convert_model)),
+    }
+
+
+def everything() -> dict[str, dict[str, list[Counts]]]:
+    """All counts, by what a row begins with, and by where."""
+    usual, cases = in_ranks(of_a_rank).items()
+    replicas = {f"{number} replicas": of_replicas(number) for number in REPLICAS}
+    return dict([usual, *replicas.items(), cases])
 
 
 def lines() -> Iterator[str]:
     """The table in Markdown, line by line."""
     yield from (ABOUT, "")
-    headings = ["layer", "replicas or processes", *KINDS.values()]
+    headings = ["layer", *KINDS.values()]
     yield line(headings)
     yield line(["---"] * len(headings))
-    for number in NUMBERS:
-        first, other = in_replicas(number)
-        for title, (forward, backward) in {
-            "syncbn, each process": in_processes_of_syncbn(number),
-            "`nn.SyncBatchNorm`, each process": torchs(number),
-            "syncbn, replica 0": first,
-            "syncbn, each other replica": other,
-        }.items():
-            cells = [f"{forward[kind]} + {backward[kind]}" for kind in KINDS]
-            yield line([title, str(number), *cells])
+    found = simulated.call("benchmarks.launches:everything", devices=max(REPLICAS), computes=False)
+    for where, rows in found.items():
+        for name, (forward, backward) in rows.items():
+            cells = [f"{forward[kind]:g} + {backward[kind]:g}" for kind in KINDS]
+            yield line([f"{name}, {where}", *cells])
+    yield from ("", "The kernels of a usual layer in a rank, by name:", "")
+    usual = found[f"each of {RANKS} ranks"]
+    yield line(["kernel", *usual])
+    yield line(["---"] * (1 + len(usual)))
+    for name in sorted({n for counts in usual.values() for c in counts for n in c} - {*KINDS}):
+        cells = [
+            "{:g} + {:g}".format(*(c.get(name, 0) for c in counts)) for counts in usual.values()
+        ]
+        yield line([f"`{name}`", *cells])
+
+
+def table() -> str:
+    return "\n".join(("", *lines(), "", ""))
+
+
+#: What encloses the table on the page.
+PAGE = Path(__file__).with_name("details.md")
+MARKS = "<!-- launches: begin -->\n", "<!-- launches: end -->"
+
+
+def on_the_page() -> str:
+    return PAGE.read_text("utf-8").split(MARKS[0])[1].split(MARKS[1])[0]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument("--write", action="store_true", help="write the table into the page")
+    given = options.parse_args()
+    try:
+        found = table()
+    except environment.Unavailable as reason:
+        options.error(str(reason))
+    print(found.strip())
+    if given.write:
+        page = PAGE.read_text("utf-8")
+        PAGE.write_text(page.replace(MARKS[0] + on_the_page(), MARKS[0] + found), "utf-8")
 
 
 if __name__ == "__main__":
-    print(*lines(), sep="\n")
+    main()

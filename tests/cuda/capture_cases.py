@@ -135,6 +135,7 @@ def captures_a_collective(name: str) -> None:
         "all_reduce": lambda: group.all_reduce(x),
         "mean": lambda: group.all_reduce(x, op="mean"),
         "broadcast": lambda: group.broadcast(x, size - 1),
+        "all_gather": lambda: torch.cat(group.all_gather(x, same_shape=True)),
         "reduce_scatter": lambda: group.reduce_scatter([x + r for r in range(size)]),
     }
     results = {}
@@ -150,6 +151,7 @@ def captures_a_collective(name: str) -> None:
         "all_reduce": of_each.sum(0),
         "mean": of_each.mean(0),
         "broadcast": of_each[-1],
+        "all_gather": of_each.flatten(),
         "reduce_scatter": of_each.sum(0) + size * rank,
     }
     assert_close(results, {"y": expected[name]})

@@ -46,6 +46,8 @@ def test_a_step_with_autocast_is_captured(ranks, dtype):
     ranks.run(capture_cases.captures_with_autocast, dtype)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "mean", "broadcast", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce", "mean", "broadcast", "all_gather", "reduce_scatter"]
+)
 def test_a_collective_is_captured(ranks, name):
     ranks.run(capture_cases.captures_a_collective, name)

@@ -1,0 +1,61 @@
+"""What a layer makes the host do, counted by the runtime, is what the page says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import launches, simulated
+from tests.cuda.matrix import skip_file_without
+from tests.cuda.runtime import needs_simulation
+
+skip_file_without(2)
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_simulation]
+
+OURS = f"syncbn, each of {launches.RANKS} ranks"
+
+
+@pytest.fixture(scope="module")
+def counts() -> Any:
+    return simulated.call("benchmarks.launches:everything", devices=4, computes=False)
+
+
+def test_the_page_has_what_is_counted(counts, monkeypatch):
+    """If this fails: ``python -m benchmarks.launches --write``."""
+    monkeypatch.setattr(simulated, "call", lambda *arguments, **options: counts)
+    assert launches.on_the_page() == launches.table()
+
+
+def test_a_rank_makes_one_collective_each_way_and_its_host_never_waits(counts):
+    usual = counts[f"each of {launches.RANKS} ranks"]["syncbn"]
+    for both in (usual, *counts[OURS].values()):
+        for found in both:
+            assert found["collectives"] == 1
+            assert found["waits"] == found["host"] == found["copies"] == 0
+
+
+def test_replicas_never_let_the_host_wait(counts):
+    for number in launches.REPLICAS:
+        for found in counts[f"{number} replicas"]["syncbn in DataParallel"]:
+            assert found["waits"] == found["host"] == found["collectives"] == 0
+
+
+def test_a_layer_launches_less_than_torchs(counts):
+    usual = counts[f"each of {launches.RANKS} ranks"]
+    (forward, backward), (torchs_forward, torchs_backward) = (
+        [found["launches"] for found in usual[way]] for way in ("syncbn", "nn.SyncBatchNorm")
+    )
+    assert forward < torchs_forward / 2
+    assert backward <= torchs_backward
+    assert usual["nn.SyncBatchNorm"][0]["waits"] == 3
+
+
+def test_a_shard_is_read_twice_each_way(counts):
+    """By the four kernels that pass over it; the others compute with vectors."""
+    forward, backward = counts[f"each of {launches.RANKS} ranks"]["syncbn"]
+    for found, kernels in (
+        (forward, ("batch_norm_collect_statistics_kernel", "batch_norm_transform_input_kernel")),
+        (backward, ("batch_norm_backward_reduce_kernel", "batch_norm_backward_elemt_kernel")),
+    ):
+        assert [found[name] for name in kernels] == [1, 1]

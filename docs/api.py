@@ -31,7 +31,7 @@ TASKS = {
             "Summary",
             "patch_sync_batchnorm",
         ],
-        "Check it": ["verify", "Verification", "Difference"],
+        "Check it": ["verify", "verify_ranks", "Verification", "Difference"],
         "Layers": [
             "SynchronizedBatchNorm2d",
             "SynchronizedBatchNorm1d",
@@ -216,7 +216,8 @@ def page(name: str) -> str:
     for public in PACKAGES[name].__all__:
         if HOMES.get(public) != name:
             kind = getattr(PACKAGES[name], public)
-            home, same = kind.__module__.split(".")[0], kind.__name__
+            same = kind.__name__
+            home = HOMES.get(same, kind.__module__.split(".")[0])
             lines += [f"| `{public}` | [`{home}.{same}`]({home}.md#{anchor_of(same)}) |"]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 

@@ -45,6 +45,7 @@ NAVIGATION = {
         "Guides": [
             "docs/verify.md",
             "docs/losses.md",
+            "docs/verify.md",
             "docs/processes.md",
             "docs/replicas.md",
             "docs/layers.md",

@@ -293,10 +293,7 @@ def unseen_by_checkpoints() -> AbstractContextManager[object]:
 @contextmanager
 def run_eagerly() -> Iterator[None]:
     """Switches `torch.compile` off in a ``with`` block, also for what is compiled already."""
-    stance: Any = getattr(torch.compiler, "set_stance", None)  # older releases have none
     # Nothing is compiled before the compiler is imported, which takes seconds.
-    if stance is None or "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with stance("force_eager"):
+    is_imported = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if is_imported else nullcontext():
         yield

@@ -12,12 +12,12 @@ from replication.verify.factors import Factor, factors_of, weights_of
 from replication.verify.quantities import GRADIENTS, LOSSES, Quantities, Quantity
 from replication.verify.results import EQUAL, MEAN, NONE, SHARES, TIMES
 
-_COLLECTIVES = "collectives that have derivatives, as in torch.distributed.nn.functional"
+_COLLECTIVES = "collectives that have derivatives, as in replication.functional"
 _INSIDE = ". Ask for that number inside the loss, because one device calls the loss as well"
 #: What losses are, for a remedy that multiplies or divides them.
 _KINDS = {
-    SHARES: "and the ranks' losses add up to one device's: they",
-    TIMES: "and each rank has that many times one device's loss: it",
+    SHARES: "so losses that add up to one device's",
+    TIMES: "so losses of that many times one device's",
 }
 
 
@@ -156,6 +156,7 @@ def _of_weights(case: Case, weights: list[float]) -> str:
         return (
             f"{text}So each rank divides by a count of its own, for example of samples, tokens, "
             f"pixels or boxes. Divide by the sum of these counts over all ranks{scale}"
+            f"{', as replication.global_mean does' if case.wrapper else ''}"
         )
     return f"{text}Multiply the loss of each rank by its weight / {given:.4g}"
 

@@ -9,7 +9,7 @@ from replication.texts import first_of, listed
 from replication.verify.case import Case, name_of
 from replication.verify.causes import cause_of
 from replication.verify.quantities import BEGIN, BUFFERS, CHANGES, GRADIENTS, LAYERS, Quantity
-from replication.verify.results import NONE, TIMES
+from replication.verify.results import EQUAL, MEAN, NONE, SHARES, TIMES
 
 
 def explained(case: Case) -> str:
@@ -46,10 +46,18 @@ def _place(case: Case) -> str:
         return "Already the forward differs."
     if case.copies == "replicas" or not losses:
         return "Outputs are equal: only gradients differ."
-    if wrong := [name for name in losses[1:] or losses if case.relation(name) in (NONE, TIMES)]:
+    relations = {name: case.relation(name) for name in losses[1:] or losses}
+    if wrong := [name for name in relations if relations[name] in (NONE, TIMES)]:
         which = first_of(wrong) if losses[1:] else "the loss"
         return f"Outputs are equal, but already {which} {'differ' if wrong[1:] else 'differs'}."
-    return "Outputs and the loss are equal: only gradients differ."
+    also = {
+        EQUAL: "Outputs and the loss are equal",
+        SHARES: "Outputs are equal, and the ranks' losses add up to one device's",
+        MEAN: "Outputs are equal, and the mean of the ranks' losses is one device's",
+    }
+    found = {*relations.values()}
+    text = also[found.pop()] if len(found) == 1 else "Outputs are equal, and the loss as a whole"
+    return f"{text}: only gradients differ."
 
 
 def _outputs(case: Case) -> str:

@@ -33,7 +33,7 @@ _RELATIONS = {
     SHARES: "shares: they add up to it",
     MEAN: "their mean is equal",
     TIMES: "each {} times as much",
-    NONE: "neither equal, nor shares, nor is their mean equal",
+    NONE: "neither equal, shares, nor mean",
 }
 
 

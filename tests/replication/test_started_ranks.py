@@ -55,7 +55,8 @@ def test_a_timeout_says_where_each_rank_is():
         verify_ranks(checks.hangs, timeout=4)
     first, rank_0, rank_1 = str(raised.value).splitlines()
     assert first == "ranks 0, 1 of 2 have not ended after 4 seconds"
-    assert "in all_reduce, checks.py, line" in rank_0
+    assert rank_0.startswith("rank 0: forward on rank 0 of 2, layer `1` (Sleeping), in all_reduce")
+    assert ", checks.py, line" in rank_0 and "distributed.all_reduce(x.detach())" in rank_0
     assert "time.sleep(1000)" in rank_1
 
 

@@ -10,7 +10,7 @@ from replication import ReplicaAware, verify, verify_ranks
 from tests import checks
 from tests.ranks import needs_gloo
 
-ONLY_GRADIENTS = "Outputs and the loss are equal: only gradients differ.\n"
+ONLY_GRADIENTS = ": only gradients differ.\n"
 LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
 
 
@@ -21,7 +21,8 @@ LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
             checks.sum_of_samples,
             [
                 f"{ONLY_GRADIENTS}Every gradient is 1/2 of one device's: DDP averages over",
-                "the ranks' losses add up to one device's: they must be multiplied by the number",
+                "Outputs are equal, and the ranks' losses add up to one device's: only",
+                "so losses that add up to one device's must be multiplied by the number of ranks",
             ],
         ),
         (

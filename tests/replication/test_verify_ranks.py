@@ -131,12 +131,13 @@ def unaveraged(net: nn.Module) -> nn.Module:
     return net
 
 
-ONLY_GRADIENTS = "Outputs and the loss are equal: only gradients differ.\n"
+MEAN = "Outputs are equal, and the mean of the ranks' losses is one device's"
 LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
 INSIDE = "Ask for that number inside the loss, because one device calls the loss as well"
 ABOUT_HALF = (
-    f"{ONLY_GRADIENTS}Every gradient is 1/2 of one device's: DDP averages over 2 ranks, and the "
-    "ranks' losses add up to one device's: they must be multiplied by the number of ranks. "
+    "Outputs are equal, and the ranks' losses add up to one device's: only gradients differ.\n"
+    "Every gradient is 1/2 of one device's: DDP averages over 2 ranks, so losses that add up to "
+    "one device's must be multiplied by the number of ranks. "
     f"{INSIDE}"
 )
 ABOUT_TWICE = "Every gradient is 2 times one device's: "
@@ -155,9 +156,10 @@ TARGETS = batch(6)[:, :2].contiguous()
         ),
         (
             {"loss": each_samples_mean},
-            f"{ONLY_GRADIENTS}{ABOUT_TWICE}without wrap, verify adds over 2 ranks, and the mean "
-            "of the ranks' losses is one device's loss. Pass wrap=DistributedDataParallel if your "
-            f"program averages, or else divide the loss by the number of ranks. {INSIDE}",
+            f"{MEAN}: only gradients differ.\n{ABOUT_TWICE}without wrap, verify adds over 2 "
+            "ranks, and the mean of the ranks' losses is one device's loss. Pass "
+            "wrap=DistributedDataParallel if your program averages, or else divide the loss by "
+            f"the number of ranks. {INSIDE}",
         ),
         ({"wrap": in_wrapper, "loss": each_samples_mean}, None),
         ({"loss": sum_of_samples}, None),

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as suite
-from benchmarks import host, layer, overhead, processes, step, yardsticks
+from benchmarks import compiling, host, layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
 from tests import accelerator
 from tests.ranks import needs_gloo
+from tests.syncbn.test_compiled import needs_cpp_compiler
 
 #: Small ones, in float64.
 SMALL = {
@@ -106,6 +107,14 @@ def test_every_figure_of_every_table_is_measured(here, monkeypatch):
         figures = [value for row in rows for own in row.figures.values() for value in own]
         assert all(0 < value < math.inf for value in figures), table.title
         assert len({tuple(row.figures) for row in rows}) == 1, table.title
+
+
+@needs_cpp_compiler
+def test_the_time_to_compile_is_measured():
+    (row,) = compiling.table(1, 0).rows
+    assert list(row.figures) == ["plain BatchNorm", "syncbn"]
+    for whole, graph, kernels in row.figures.values():
+        assert whole == pytest.approx(graph + kernels) and graph > 0
 
 
 @needs_gloo

@@ -30,21 +30,22 @@ class Part(NamedTuple):
 
 
 RANKS = "-m torch.distributed.run --standalone --nproc-per-node=2 -m syncbn"
-SUITE = "-m pytest -q -p no:cacheprovider"
+PYTEST = "-m pytest -q -p no:cacheprovider"
+#: The tests whose code depends on the number of devices, and on their streams.
+OF_DEVICES = "tests/test_accelerators.py tests/test_gpu.py"
 
 PARTS = {
     "self-check": Part(2, "-m syncbn"),
     "self-check-4": Part(4, "-m syncbn"),
     "nccl": Part(2, RANKS),
-    "gloo": Part(1, RANKS),
-    "matrix": Part(2, f"{SUITE} tests/cuda"),
-    "matrix-4": Part(4, f"{SUITE} tests/cuda"),
-    "matrix-lazy": Part(2, f"{SUITE} tests/cuda", is_lazy=True),
-    "suite": Part(2, f"{SUITE} --ignore=tests/cuda"),
-    "suite-4": Part(4, f"{SUITE} --ignore=tests/cuda -m accelerator"),
-    "suite-lazy": Part(2, f"{SUITE} --ignore=tests/cuda -m accelerator", is_lazy=True),
-    "gpu": Part(4, f"{SUITE} -m gpu tests"),
-    "benchmarks": Part(2, "-m benchmarks.gpu"),
+    "gloo": Part(1, RANKS),  # ranks that share a device
+    "matrix": Part(2, f"{PYTEST} tests/cuda"),
+    "matrix-4": Part(4, f"{PYTEST} tests/cuda"),
+    "matrix-lazy": Part(2, f"{PYTEST} tests/cuda", is_lazy=True),
+    "suite": Part(2, f"{PYTEST} --ignore=tests/cuda"),  # as the README runs it
+    "suite-4": Part(4, f"{PYTEST} {OF_DEVICES}"),
+    "suite-lazy": Part(2, f"{PYTEST} {OF_DEVICES}", is_lazy=True),
+    "benchmarks": Part(1, "-m benchmarks.gpu --seconds 0"),
 }
 
 #: Seconds after which a part has hung.

@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,13 +145,21 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Makes modules and batches of tests for accelerators on the first one, if there is any."""
-    devices = default_devices() if _is_for_accelerators(request.node) else []
-    if not devices:
-        yield
-        return
-    with devices[0]:
+def default_device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Makes modules and batches of tests for accelerators on the first one, if there is any.
+
+    All other tests, but those of GPUs, run as on a machine without accelerators.
+    """
+    with ExitStack() as stack:
+        devices = default_devices()
+        if devices and _is_for_accelerators(request.node):
+            stack.enter_context(devices[0])
+        elif devices and not request.node.get_closest_marker("gpu"):
+            module = torch.get_device_module(devices[0])
+            stack.enter_context(mock.patch.object(module, "is_available", return_value=False))
+            stack.enter_context(mock.patch.object(module, "device_count", return_value=0))
         yield
 
 

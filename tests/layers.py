@@ -32,7 +32,7 @@ from replication.sync.lifecycle import this_thread
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d
 from tests.deadlines import DEADLINE as DEADLINE
 from tests.deadlines import ends, soon
-from tests.devices import HOME, several
+from tests.devices import several
 
 #: torch's layer and the synchronized one, by the number of spatial dimensions.
 LAYERS = {
@@ -293,8 +293,8 @@ class CustomDataParallel(nn.DataParallel):
         self.module = module
         self.dim = 0
         self.device_ids = several(n)
-        self.output_device = HOME
-        self.src_device_obj = torch.device(HOME)
+        self.output_device = self.device_ids[0]
+        self.src_device_obj = torch.device(self.output_device)
 
     def replicate(self, module: Any, device_ids: Any) -> Any:
         return replicate(module, device_ids, not torch.is_grad_enabled())

@@ -26,7 +26,6 @@ from replication import (
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
-from tests.devices import no_accelerator
 from tests.layers import AsTorchDoes, Centering, FailsAt, Recomputed, customized, ours, outcome_of
 from tests.pairwise import pairwise
 
@@ -169,7 +168,6 @@ def test_a_layer_is_in_a_reentrant_checkpoint():
 # -- devices and wrapping ----------------------------------------------------------------------
 
 
-@no_accelerator
 @reads("""
     ValueError: this machine has no accelerator of index 0; use "cpu" for the CPU, and
     device_ids=["cpu", "cpu"] for two replicas on it

@@ -12,7 +12,6 @@ from torch import nn
 from replication import DataParallel, UnsynchronizedWarning, data_parallel
 from replication.warning import _answers
 from syncbn import convert_model, patch_sync_batchnorm, verify
-from tests.devices import ACCELERATORS, no_accelerator
 
 CPUS = ["cpu"] * 2
 #: `replication.data_parallel` itself is the function.
@@ -144,7 +143,6 @@ def first_time(monkeypatch):
     monkeypatch.delitem(_answers, id(DataParallel), raising=False)
 
 
-@no_accelerator
 @both_forms
 def test_indices_without_accelerators_warn_at_the_users_line(make):
     (warning,) = warnings_of(make, nn.Linear(3, 3), [0, 1, 2])
@@ -153,7 +151,6 @@ def test_indices_without_accelerators_warn_at_the_users_line(make):
     assert "device_ids=['cpu'] * 3" in str(warning.message)
 
 
-@no_accelerator
 @both_forms
 def test_layers_that_communicate_warn_once_if_no_device_is_named_and_there_is_none(
     make, first_time
@@ -164,7 +161,6 @@ def test_layers_that_communicate_warn_once_if_no_device_is_named_and_there_is_no
     assert warnings_of(make, convert_model(network())) == []
 
 
-@no_accelerator
 def test_a_warning_that_is_an_error_is_raised_once(first_time):
     net = convert_model(network())
     with warnings.catch_warnings():
@@ -177,8 +173,6 @@ def test_a_warning_that_is_an_error_is_raised_once(first_time):
 @pytest.mark.parametrize("device_ids", [[0], ["cpu"], CPUS], ids=str)
 @both_forms
 def test_a_device_that_is_named_is_no_reason_to_warn(make, device_ids, first_time):
-    if device_ids == [0] and ACCELERATORS:
-        pytest.skip("there is an accelerator")
     for net in convert_model(network()), nn.Linear(3, 3):
         assert warnings_of(make, net, device_ids) == []
     assert warnings_of(make, nn.Linear(3, 3), None) == []  # whose copies have nothing to say

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import replication
 from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
-from tests.devices import no_accelerator
 from tests.junk import nested
 from tests.layers import AsTorchDoes, Centering, Echo, Numbered, echoed, ours
 from tests.properties import examples
@@ -56,7 +55,6 @@ def test_older_names_name_the_same_objects():
 
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-@no_accelerator
 @pytest.mark.parametrize("device_ids", [None, [0, 1], (0,), range(2)], ids=str)
 def test_without_an_accelerator_the_module_is_called_directly(device_ids):
     module = Numbered()
@@ -86,7 +84,6 @@ class Number(int):
 
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-@no_accelerator
 @pytest.mark.parametrize("number", [int, Number])
 def test_indices_may_be_whole_numbers_of_any_kind(number):
     assert DataParallel(nn.ReLU(), [number(0), number(1)]).device_ids == []

@@ -25,7 +25,7 @@ from replication.extending import (
     unseen_by_checkpoints,
 )
 from syncbn.by_textbook import normalized_by_textbook
-from syncbn.channels import HALF, in_dtype, in_float64, with_usual_strides
+from syncbn.channels import HALF, accumulation_dtype, in_dtype, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
 from syncbn.replicas import PastCall, normalized_in_replica
@@ -355,13 +355,16 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             return RunningStatistics()
         momentum: Any = float(self.momentum or 0.0)
         buffers = self._buffers  # attributes that torch looks up in Python
+        mean = buffers.get("running_mean")
         batches = buffers.get("num_batches_tracked")
         if batches is not None:
             batches.add_(1)
             if self.momentum is None:
                 # A cumulative average. As a tensor, it does not make the host wait for a GPU.
-                momentum = in_float64(batches).reciprocal()
-        return RunningStatistics(buffers.get("running_mean"), buffers.get("running_var"), momentum)
+                # Divided from a number on the CPU, it takes one launch.
+                dtype = accumulation_dtype(torch.float32 if mean is None else mean.dtype)
+                momentum = torch.ones((), dtype=dtype, device="cpu") / batches
+        return RunningStatistics(mean, buffers.get("running_var"), momentum)
 
     def _named(self) -> str:
         """Returns the name and the class of the layer, for messages."""

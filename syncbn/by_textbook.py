@@ -15,7 +15,7 @@ from torch import Tensor
 
 from replication import Group, ProcessGroup, ReplicaGroup, ReplicationError
 from replication.extending import Phase, Signature, phase
-from syncbn.channels import copied
+from syncbn.channels import on_each
 from syncbn.statistics import Arguments, CountBatch, check_count
 from syncbn.textbook import exact_batch_norm
 
@@ -59,4 +59,4 @@ def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor)
 def _added(sums: Sequence[Tensor]) -> list[Tensor]:
     first_device = sums[0].device
     total = reduce(torch.add, [each.to(first_device) for each in sums])
-    return [copy for (copy,) in copied([total], [each.device for each in sums])]
+    return on_each(total, [each.device for each in sums])

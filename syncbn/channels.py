@@ -90,9 +90,9 @@ def in_format_of(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=memory_format(like))
 
 
-def copied(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Returns copies of tensors for each of some devices, the same for equal devices."""
-    made = {device: [to_device(t, device) for t in tensors] for device in dict.fromkeys(devices)}
+def on_each(tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Returns copies of a tensor on each of some devices, the same for equal devices."""
+    made = {device: to_device(tensor, device) for device in dict.fromkeys(devices)}
     return [made[device] for device in devices]
 
 

@@ -28,8 +28,9 @@ The methods of `Kernels` call them with what they take.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,20 @@ from syncbn.channels import (
     per_channel,
     values_per_channel,
 )
-from syncbn.statistics import CountBatch, KernelMoments, RunningStatistics, is_large, moments
+from syncbn.statistics import KernelMoments, RunningStatistics, is_large, moments
+
+#: The names of the kernels, in torch and here.
+NAMES = (
+    "batch_norm_stats",
+    "batch_norm_gather_stats_with_counts",
+    "batch_norm_elemt",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_elemt",
+)
 
 
-class Kernels(NamedTuple):
+@dataclass(frozen=True)
+class Kernels:
     """The five kernels of a type of device."""
 
     stats: Callable[..., Any]
@@ -56,11 +67,8 @@ class Kernels(NamedTuple):
     elemt: Callable[..., Any]
     backward_reduce: Callable[..., Any]
     backward_elemt: Callable[..., Any]
-
-    @property
-    def are_on_host(self) -> bool:
-        """Whether they compute in the thread that calls them."""
-        return self is ON_CPU
+    #: Whether they compute in the thread that calls them.
+    are_on_host: bool = False
 
     def measure(self, x: Tensor, eps: float) -> KernelMoments:
         """Returns the moments of a shard."""
@@ -77,31 +85,36 @@ class Kernels(NamedTuple):
         self,
         x: Tensor,
         own: KernelMoments,
-        n: int | Tensor,
+        n: int | None,
         counts: Tensor,
         means: Tensor,
         inverses: Tensor,
-        count_batch: CountBatch,
-    ) -> KernelMoments:
+        running: RunningStatistics,
+    ) -> tuple[Tensor, Tensor]:
         """Merges the moments of k shards, ``(k, C)`` each, and updates the running statistics.
 
-        One of the shards is x, with its ``own`` moments. The batch has n values per channel.
+        Returns the mean and the inverse of the batch. One of the shards is x, with its ``own``
+        moments. The batch has n values per channel, or an unknown number.
         """
-        running = count_batch()
-        # The kernel updates buffers if n is above 1, and torch's only buffers of its dtype, by a
-        # momentum that is a number. An n that the host does not know is above 1 if the shard has
-        # several values. Only the dtype of its first argument matters.
-        updates = (n if isinstance(n, int) else own.n) > 1
-        if self is not ON_CPU:
-            fits = running.mean is None or running.mean.dtype == means.dtype
-            updates = updates and fits and type(running.momentum) is float
-        running_mean, running_var, momentum = running if updates else RunningStatistics()
-        args: Any = means, inverses, running_mean, running_var, float(momentum), own.eps, counts
-        mean, inverse = self.gather_stats(x if self is ON_CPU else means, *args)
-        batch = KernelMoments(n, mean, inverse, own.eps)
-        if not updates:
-            running.update(batch.mean_and_variance())
-        return batch
+        if (running.mean is None and running.var is None) or (n is not None and n < 2):
+            running = RunningStatistics()  # as torch does, which has no unbiased variance then
+        mean, var, momentum = running
+        if self.are_on_host:  # where the kernel takes buffers of any dtype
+            args = x, means, inverses, mean, var, float(momentum), own.eps, counts
+            return self.gather_stats(*args)  # type: ignore[no-any-return]
+        # An unknown number is above 1 if this shard alone has several values.
+        has_several = n is not None or (own.n or 0) > 1
+        fits = {buffer.dtype for buffer in (mean, var) if buffer is not None} <= {means.dtype}
+        # Only the dtype of the first argument matters.
+        merged: Any = means, means, inverses
+        if fits and has_several and isinstance(momentum, float):
+            return self.gather_stats(*merged, mean, var, momentum, own.eps, counts)  # type: ignore[no-any-return]
+        # Onto zeros the kernel writes the new values, already times a momentum that is a number.
+        new = means.new_zeros(2, means.size(1))
+        factor = momentum if isinstance(momentum, float) else 1.0
+        result = self.gather_stats(*merged, *new.unbind(), factor, own.eps, counts)
+        _update(running, new, None if has_several else counts.sum() > 1)
+        return result  # type: ignore[no-any-return]
 
     def normalize(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: KernelMoments
@@ -109,7 +122,7 @@ class Kernels(NamedTuple):
         """Returns the output of a shard."""
         if not x.numel():
             return torch.empty_like(x, memory_format=memory_format(x))
-        return self.elemt(x, weight, bias, *batch[1:])  # type: ignore[no-any-return]
+        return self.elemt(x, weight, bias, batch.mean, batch.inverse, batch.eps)  # type: ignore[no-any-return]
 
     def reduce_gradient(
         self, dy: Tensor, x: Tensor, batch: KernelMoments, weight: Tensor | None
@@ -136,13 +149,45 @@ class Kernels(NamedTuple):
         """Returns the gradient of a shard, given the two sums of all."""
         if not x.numel():
             return torch.empty_like(x)
-        n, (sum_dy, sum_dy_xmu) = batch.n, sums
-        if isinstance(n, int):
+        (sum_dy, sum_dy_xmu), n, counts = sums, batch.n, batch.counts
+        if n is not None:
             if n >= 2**31:  # the kernel divides by an int32
                 sum_dy, sum_dy_xmu, n = sum_dy / n, sum_dy_xmu / n, 1
-            n = constant_tensor((n,), x.device, torch.int32)
-        args = dy, x, batch.mean, batch.inverse, weight, sum_dy, sum_dy_xmu, n
+            counts = constant_tensor((n,), x.device, torch.int32)
+        if weight is not None:  # of contiguous x in half precision, too, it is in float32
+            weight = in_dtype(weight, accumulation_dtype(x.dtype))
+        args = dy, x, batch.mean, batch.inverse, weight, sum_dy, sum_dy_xmu, counts
         return self.backward_elemt(*args)  # type: ignore[no-any-return]
+
+
+def in_one_dtype(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns parameters in one dtype, as the kernels take them beside half precision."""
+    if weight is None or bias is None or weight.dtype == bias.dtype:
+        return weight, bias
+    return weight.float(), bias.float()
+
+
+def _update(running: RunningStatistics, new: Tensor, is_counted: Tensor | None) -> None:
+    """Updates buffers with new values, rounded once, if the tensor is None or true.
+
+    The new values, ``(2, C)``, are multiplied by a momentum that is a number, and not by a tensor.
+    """
+    for buffer, value in zip((running.mean, running.var), new.unbind(), strict=True):
+        if buffer is None:
+            continue
+        # Hidden from autograd, as torch's kernels do it.
+        old, momentum = buffer.data, running.momentum
+        into = old if is_counted is None else None
+        if isinstance(momentum, float):
+            merged = torch.add(value, old, alpha=1 - momentum, out=into)
+        elif old.dtype == value.dtype:
+            merged = torch.lerp(old, value, in_dtype(momentum, value.dtype), out=into)
+        else:
+            merged = old.to(value.dtype).lerp_(value, in_dtype(momentum, value.dtype))
+        if is_counted is not None:
+            merged = torch.where(is_counted, merged, old.to(merged.dtype))
+        if merged is not old:
+            old.copy_(merged)
 
 
 def batch_norm_stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -329,6 +374,7 @@ ON_CPU = Kernels(
     batch_norm_elemt,
     batch_norm_backward_reduce,
     batch_norm_backward_elemt,
+    are_on_host=True,
 )
 
 
@@ -337,8 +383,7 @@ def kernels_for(kind: str) -> Kernels | None:
     """The kernels of a type of device, or None if it lacks one of them."""
     if kind == "cpu":
         return ON_CPU
-    names = [kernel.__name__ for kernel in ON_CPU]
-    return Kernels(*[getattr(torch, n) for n in names]) if has_kernels(kind, *names) else None
+    return Kernels(*[getattr(torch, n) for n in NAMES]) if has_kernels(kind, *NAMES) else None
 
 
 def _affine(

@@ -24,9 +24,9 @@ from torch.autograd import Function
 
 from replication import ProcessGroup
 from replication.extending import Signature, apply_of
-from syncbn.channels import HALF, constant_tensor, in_dtype, in_format_of
-from syncbn.kernels import Kernels
-from syncbn.statistics import Arguments, CountBatch, check_count
+from syncbn.channels import constant_tensor, in_dtype, in_format_of
+from syncbn.kernels import Kernels, in_one_dtype
+from syncbn.statistics import Arguments, CountBatch, KernelMoments, check_count
 from syncbn.textbook import differentiable_gradients
 
 
@@ -36,9 +36,7 @@ def normalized_in_rank(
     """Normalizes the shard of this rank with the moments of the whole batch."""
     group.refuse_exports()
     x, weight, bias, (eps, _) = arguments
-    if x.dtype in HALF:
-        weight = weight if weight is None else weight.float()
-        bias = bias if bias is None else bias.float()
+    weight, bias = in_one_dtype(weight, bias)
     requires_grad = torch.is_grad_enabled() and x.requires_grad
     signatures = _signatures(eps, x.dtype, x.size(1), requires_grad)
     return _normalized(x, weight, bias, group, signatures, kernels, eps, count_batch)  # type: ignore[no-any-return]
@@ -60,16 +58,18 @@ class NormalizeRank(Function):
         count_batch: CountBatch,
     ) -> Tensor:
         own, channels = kernels.measure(x, eps), x.size(1)
-        n, mean, inverse, _ = own
         # The kernels divide by counts, so an empty shard counts as the least positive number.
-        count = constant_tensor((n or torch.finfo(mean.dtype).tiny,), mean.device, mean.dtype)
-        rows = group.gather(signatures[0], count, mean, inverse)
+        dtype = own.mean.dtype
+        count = constant_tensor((own.n or torch.finfo(dtype).tiny,), x.device, dtype)
+        rows = group.gather(signatures[0], count, own.mean, own.inverse)
         counts, means, inverses = rows.split_with_sizes((1, channels, channels), 1)
         counts = counts.squeeze(1)
         # On accelerators, reading the counts would block the host.
-        n = round(sum(counts.tolist())) if kernels.are_on_host else counts.int()
+        n = round(sum(counts.tolist())) if kernels.are_on_host else None
         check_count(n, x)  # on every rank
-        batch = kernels.merge_moments(x, own, n, counts, means, inverses, count_batch)
+        args = x, own, n, counts, means, inverses, count_batch()
+        mean, inverse = kernels.merge_moments(*args)
+        batch = KernelMoments(n, mean, inverse, eps, counts.int() if n is None else None)
         ctx.call = group, signatures[1], kernels, batch
         ctx.save_for_backward(x, weight)
         return kernels.normalize(x, weight, bias, batch)

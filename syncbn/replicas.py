@@ -37,10 +37,11 @@ from replication.extending import (
     phase,
     record_stream,
     sees_saved_tensors,
+    to_device,
     use_streams,
 )
-from syncbn.channels import HALF, constant_tensor, copied, in_format_of, memory_format
-from syncbn.kernels import Kernels
+from syncbn.channels import HALF, constant_tensor, in_format_of, memory_format, on_each
+from syncbn.kernels import Kernels, in_one_dtype
 from syncbn.statistics import Arguments, CountBatch, KernelMoments, check_count
 from syncbn.textbook import differentiable_gradients
 
@@ -103,9 +104,7 @@ class Shard:
     def __init__(self, arguments: Arguments, kernels: Kernels) -> None:
         self.kernels, self.is_on_host = kernels, kernels.are_on_host
         self.x, self.weight, self.bias, (self.eps, _) = arguments
-        if self.x.dtype in HALF:  # the kernels take parameters in float32
-            self.weight = self.weight if self.weight is None else self.weight.float()
-            self.bias = self.bias if self.bias is None else self.bias.float()
+        self.weight, self.bias = in_one_dtype(self.weight, self.bias)
         self.makes_graph = torch.is_grad_enabled()
         if not self.makes_graph:  # but other replicas may
             self.x = self.x.detach()
@@ -141,7 +140,8 @@ class Shard:
         """
         if self.is_on_host and self.x.numel():
             with torch.no_grad():
-                self.kernels.elemt(self.x, self.weight, self.bias, *batch[1:], out=y.detach())
+                args = self.x, self.weight, self.bias, batch.mean, batch.inverse, self.eps
+                self.kernels.elemt(*args, out=y.detach())
         return y if self.makes_graph else y.detach()
 
 
@@ -182,15 +182,29 @@ def merge_moments(shards: Sequence[Shard], count_batch: CountBatch) -> list[Kern
     # Empty shards are left out, because the kernels of accelerators divide by counts.
     filled = [shard for shard in shards if shard.measure().n] or shards[:1]
     first, own = filled[0], [shard.measure() for shard in filled]
-    n = sum([moments.n for moments in own])
+    n = sum([moments.n or 0 for moments in own])
     check_count(n, first.x)
-    first_device, dtype = shards[0].x.device, own[0].mean.dtype
-    counts = constant_tensor(tuple([max(1, m.n) for m in own]), first_device, dtype)
-    means = torch.stack([moments.mean.to(first_device) for moments in own])
-    inverses = torch.stack([moments.inverse.to(first_device) for moments in own])
-    batch = first.kernels.merge_moments(first.x, own[0], n, counts, means, inverses, count_batch)
-    on_each = copied(batch[1:3], [shard.x.device for shard in shards])
-    return [batch._replace(mean=mean, inverse=inverse) for mean, inverse in on_each]
+    devices, dtype = [shard.x.device for shard in shards], own[0].mean.dtype
+    counts = constant_tensor(tuple([max(1, m.n or 0) for m in own]), devices[0], dtype)
+    vectors = [on_device(moments, devices[0]) for moments in own]
+    means, inverses = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
+    args = first.x, own[0], n, counts, means, inverses, count_batch()
+    merged = first.kernels.merge_moments(*args)
+    if len(set(devices)) == 1:
+        return [KernelMoments(n, *merged, first.eps)] * len(shards)
+    on_each_device = [both.unbind() for both in on_each(torch.stack(merged), devices)]
+    return [KernelMoments(n, mean, inverse, first.eps) for mean, inverse in on_each_device]
+
+
+def on_device(moments: KernelMoments, device: torch.device) -> Sequence[Tensor]:
+    """Returns mean and inverse of a shard on a device, to which they travel together.
+
+    A copy between accelerators takes as long as several launches.
+    """
+    vectors = moments.mean, moments.inverse
+    if moments.mean.device == device:
+        return vectors
+    return to_device(torch.stack(vectors), device).unbind()  # type: ignore[no-any-return]
 
 
 def connected(shards: Sequence[Shard], batches: Sequence[KernelMoments]) -> tuple[Tensor, ...]:
@@ -271,10 +285,10 @@ def _gradients(
     # Adding one by one takes fewer, or as many, for up to three.
     total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
     dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
-    totals = copied([total], [x.device for x in xs])
+    totals = on_each(total, [x.device for x in xs])
     dxs = [
         kernels.gradient(dy, x, batch, weight, total_here.unbind()) if need else None
-        for need, dy, x, batch, weight, (total_here,) in zip(
+        for need, dy, x, batch, weight, total_here in zip(
             needs, dys, xs, batches, weights, totals, strict=True
         )
     ]
@@ -365,10 +379,10 @@ def _nearest(calls: Sequence[PastCall], own: KernelMoments, limit: float) -> lis
 
 def _distance(one: KernelMoments, other: KernelMoments) -> Tensor:
     """Returns the largest difference between two means or variances, in standard deviations."""
-    (_, mean, var), (_, *second) = one.mean_and_variance(), other.mean_and_variance()
-    deviation = var.sqrt() + torch.finfo(torch.float32).eps * mean.abs()
+    first, second = one.mean_and_variance(), other.mean_and_variance()
+    deviation = first.var.sqrt() + torch.finfo(torch.float32).eps * first.mean.abs()
     scale = torch.stack((deviation, deviation.square()))
-    a, b = torch.stack((mean, var)), torch.stack(second)
+    a, b = (torch.stack((moments.mean, moments.var)) for moments in (first, second))
     equal = (a == b) | (a.isnan() & b.isnan())
     return torch.where(equal, 0.0, (a - b).abs() / scale).nan_to_num(nan=math.inf).amax()
 

@@ -53,17 +53,18 @@ class Moments(NamedTuple):
 class KernelMoments(NamedTuple):
     """Moments as the kernels have them, ``(C,)`` in the dtype that they return."""
 
-    #: The number of values per channel, or the counts of all ranks, in int32, where reading them
-    #: would block the host.
-    n: Any
+    #: The number of values per channel, or None where reading it would block the host.
+    n: int | None
     mean: Tensor
     #: ``1 / sqrt(var + eps)``
     inverse: Tensor
     eps: float
+    #: Where the host does not know ``n``: how many values each rank has, in int32.
+    counts: Tensor | None = None
 
     def mean_and_variance(self) -> Moments:
         """Returns mean and biased variance."""
-        n = self.n if isinstance(self.n, int) else in_float64(self.n.sum())
+        n = self.n if self.counts is None else in_float64(self.counts.sum())
         var = in_float64(self.inverse).square().reciprocal().sub_(self.eps).clamp_(min=0)
         return Moments(n, in_float64(self.mean), var)
 
@@ -99,7 +100,7 @@ class RunningStatistics(NamedTuple):
 CountBatch = Callable[[], RunningStatistics]
 
 
-def check_count(n: int | Tensor, x: Tensor) -> None:
+def check_count(n: int | Tensor | None, x: Tensor) -> None:
     """Raises ValueError if a batch has one value per channel, as far as the host knows."""
     if isinstance(n, int) and n == 1:
         raise ValueError(  # torch's own words, which programs may look for

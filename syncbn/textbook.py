@@ -226,6 +226,8 @@ def differentiable_gradients(
         # Views, because several replicas may have the same tensor.
         views: list[Any] = [t if t is None else t.view_as(t) for t in (weight, *xs)]
         weight, *xs = views
+        if weight is not None:  # in which the shards add its gradient
+            weight = weight.to(accumulation_dtype(weight.dtype))
         for x, need in zip(xs, needs[2:], strict=True):
             if need:  # perhaps only because parameters need one (see `Save` in `syncbn.replicas`)
                 x.requires_grad_()

@@ -175,19 +175,17 @@ def check_merge(
     assert all(t.shape == means.shape[1:] for t in buffers)
 
 
-#: As `syncbn.kernels` has them.
-AS_ON_ACCELERATORS = Kernels(
-    *map(
-        refusing,
-        (
-            batch_norm_stats,
-            batch_norm_gather_stats_with_counts,
-            batch_norm_elemt,
-            batch_norm_backward_reduce,
-            batch_norm_backward_elemt,
-        ),
-    )
-)
-
 #: By the name of the function of torch.
-KERNELS: dict[str, Callable[..., Any]] = {kernel.__name__: kernel for kernel in AS_ON_ACCELERATORS}
+KERNELS: dict[str, Callable[..., Any]] = {
+    kernel.__name__: refusing(kernel)
+    for kernel in (
+        batch_norm_stats,
+        batch_norm_gather_stats_with_counts,
+        batch_norm_elemt,
+        batch_norm_backward_reduce,
+        batch_norm_backward_elemt,
+    )
+}
+
+#: As `syncbn.kernels` has them.
+AS_ON_ACCELERATORS = Kernels(*KERNELS.values())

@@ -241,9 +241,9 @@ def described(call: Any) -> list[Any] | str:
     return [None if t is None else (tuple(t.shape), t.dtype) for t in results]
 
 
-def both(index: int, *args: Any) -> list[Any] | str:
+def both(kernel: str, *args: Any) -> list[Any] | str:
     """What the kernel of the CPU does with arguments, which is what the stand-in does."""
-    ours, theirs = (described(lambda k=k: k[index](*args)) for k in (ON_CPU, STAND_IN))
+    ours, theirs = (described(lambda k=k: getattr(k, kernel)(*args)) for k in (ON_CPU, STAND_IN))
     assert ours == theirs
     return ours
 
@@ -258,7 +258,7 @@ def test_what_is_asked_of_a_sum_is_returned_refused_or_ignored_as_by_cuda(layout
     x = SHARDS[layout].half()
     vector = torch.ones(x.size(1))
     weight = None if dtype is None else vector.to(dtype)
-    found = both(3, x, x, vector, vector, weight, *wants)
+    found = both("backward_reduce", x, x, vector, vector, weight, *wants)
     shape = tuple(vector.shape)
     sums = [(shape, torch.float32)] * 2
     if layout in ("contiguous", "rows"):
@@ -282,13 +282,13 @@ def test_parameters_are_taken_in_the_dtypes_that_cuda_takes(layout, dtype):
     y = [(tuple(x.shape), torch.float16)]
     taken = "refused" if dtype == torch.float64 else y
     for weight, bias in ((given, given), (given, None), (None, given)):
-        assert both(2, x, weight, bias, vector, vector, EPS) == taken
-    assert both(2, x, vector, given, vector, vector, EPS) == (
+        assert both("elemt", x, weight, bias, vector, vector, EPS) == taken
+    assert both("elemt", x, vector, given, vector, vector, EPS) == (
         y if dtype == vector.dtype else "refused"
     )
     if layout in ("contiguous", "rows") and dtype == torch.float16:
         taken = "refused"
-    assert both(4, x, x, vector, vector, given, vector, vector, one) == taken
+    assert both("backward_elemt", x, x, vector, vector, given, vector, vector, one) == taken
 
 
 BAD_SHARDS: dict[str, Any] = {
@@ -326,7 +326,10 @@ def test_counts_are_in_the_dtype_of_the_buffers(like, buffers, counts):
     x = torch.ones(1, 5, dtype=like)
     running = None if buffers is None else torch.ones(5, dtype=buffers)
     merged = [((5,), torch.float32)] * 2
-    found = both(1, x, rows, rows, running, running, 0.1, EPS, given)
+    found = both("gather_stats", x, rows, rows, running, running, 0.1, EPS, given)
     assert found == (merged if counts == (buffers or like) else "refused")
     for args in ((rows[0], rows[0]), (rows, rows[:1]), (rows.half(),) * 2):
-        assert both(1, x, *args, None, None, 0.1, EPS, torch.ones(2, dtype=like)) == "refused"
+        assert (
+            both("gather_stats", x, *args, None, None, 0.1, EPS, torch.ones(2, dtype=like))
+            == "refused"
+        )

@@ -51,6 +51,22 @@ def test_a_layer_launches_less_than_torchs(counts):
     assert usual["nn.SyncBatchNorm"][0]["waits"] == 3
 
 
+@pytest.mark.parametrize("case", ["momentum=None", "all in bfloat16"])
+def test_what_the_merging_kernel_does_not_take_costs_four_launches(counts, case):
+    """Both ways together: a momentum that is a tensor, and buffers in half precision."""
+    usual, other = (
+        sum(found["launches"] for found in both)
+        for both in (counts[f"each of {launches.RANKS} ranks"]["syncbn"], counts[OURS][case])
+    )
+    assert usual < other <= usual + 4
+
+
+@pytest.mark.parametrize("number", launches.REPLICAS)
+def test_vectors_travel_to_each_other_device_in_one_copy_each_way(counts, number):
+    forward, backward = counts[f"{number} replicas"]["syncbn in DataParallel"]
+    assert forward["copies"] == backward["copies"] == 2 * (number - 1)
+
+
 def test_a_shard_is_read_twice_each_way(counts):
     """By the four kernels that pass over it; the others compute with vectors."""
     forward, backward = counts[f"each of {launches.RANKS} ranks"]["syncbn"]

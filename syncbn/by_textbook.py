@@ -36,9 +36,11 @@ def normalized_by_textbook(
 def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor) -> Tensor:
     """Returns the sum over all copies, after a check that they make the same call."""
     x, weight, bias, epsilon = arguments
-    options = f"eps={epsilon.eps}, weight={weight is not None}, bias={bias is not None}"
-    options += ", clamp" * epsilon.clamps + ", mask" * has_mask
-    name, layouts = f"batch_norm({options})", ((x.dtype, (x.size(1),)),)
+    name = (
+        f"batch_norm(eps={epsilon.eps}, weight={weight is not None}, bias={bias is not None}, "
+        f"clamp={epsilon.clamps}, mask={has_mask})"
+    )
+    layouts = ((x.dtype, (x.size(1),)),)
     if isinstance(group, ReplicaGroup):
         if phase() is Phase.REPLAYED:
             what = "with a mask" if has_mask else "in clamp mode or on this device"
@@ -51,8 +53,9 @@ def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor)
     if isinstance(group, ProcessGroup):
         group.refuse_exports()
         requires_grad = x.requires_grad and torch.is_grad_enabled()
-        # Gathered like the numbers of the fast road, so that a mask on some ranks only is found.
-        return group.gather(Signature(name, layouts, requires_grad), sums).sum(0)
+        # As many numbers as on the fast road, so that a mask on some ranks only is found.
+        rows = group.gather(Signature(name, layouts, requires_grad), sums, sums[1:])
+        return rows[:, : len(sums)].sum(0)
     return sums
 
 

@@ -128,12 +128,13 @@ def exact_batch_norm(
 ) -> tuple[Tensor, Moments]:
     """Returns what `batch_norm` does, with all digits at any mean. It takes two sums.
 
-    The first, which needs no derivative, is taken by ``first_add``, if it is given.
+    The first, of 1 + C numbers, needs no derivative. ``first_add`` takes it, if it is given.
     """
     with torch.no_grad():
-        n, wide = count_of(x, padding), x.to(accumulation_dtype(x.dtype))
-        sums = sums_of(*centered_at_own_mean(wide, n, padding), n)
-        center = per_channel(moments_of((first_add or add)(sums)).mean, x)
+        n = count_of(x, padding)
+        mean = own_mean(x.to(accumulation_dtype(x.dtype)), n, padding)
+        total = (first_add or add)(torch.cat((mean.new_ones(1), mean)) * n)
+        center = per_channel(total[1:] / total[:1].clamp(min=1), x)
     y, (n, mean, var) = batch_norm(x - center, weight, bias, epsilon, add, padding)
     return y.to(x.dtype), Moments(n, mean + in_float64(center.flatten()), var)
 
@@ -155,12 +156,17 @@ def at_least_one(n: Any) -> Any:
     return n.clamp(min=1) if isinstance(n, Tensor) else max(1, n)
 
 
+def own_mean(x: Tensor, n: Any, padding: Tensor | None = None) -> Tensor:
+    """Returns the mean of a shard, ``(C,)`` in float64, 0 without values. It has no derivative."""
+    mean: Tensor = in_float64(without(x.detach(), padding).sum(reduced_dims(x))) / at_least_one(n)
+    return mean
+
+
 def centered_at_own_mean(
     x: Tensor, n: Any, padding: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns x - pivot, and the pivot, ``(C,)`` in float64: the mean of the shard, rounded."""
-    total = without(x.detach(), padding).sum(reduced_dims(x))
-    pivot = (in_float64(total) / at_least_one(n)).to(x.dtype)
+    pivot = own_mean(x, n, padding).to(x.dtype)
     return without(x - per_channel(pivot, x), padding), in_float64(pivot)
 
 

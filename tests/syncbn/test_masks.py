@@ -271,9 +271,7 @@ def test_a_replica_whose_mask_does_not_fit_is_named(replica):
 def test_a_mask_in_some_replicas_only_is_named():
     net = Chosen({1: None})
     model = in_replicas(net)
-    with pytest.raises(
-        ReplicasDiverged, match=r"`bn`, call 1.*replicas 0, 2: .*, mask\) of float"
-    ):
+    with pytest.raises(ReplicasDiverged, match=r"`bn`, call 1.*replicas 0, 2: .*, mask=True\) of"):
         model(numbered(2, 2, 2), GOOD)
     net.others = {}
     assert model(numbered(2, 2, 2), GOOD).isfinite().all()
@@ -290,11 +288,14 @@ def test_a_checkpoint_in_a_replica_is_refused_before_any_waiting(use_reentrant):
 # -- other programs ----------------------------------------------------------------------------
 
 
-def test_a_checkpoint_on_one_device_counts_the_batch_once():
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_on_one_device_counts_the_batch_once(use_reentrant):
     net = Masked().double()
     x, mask, dy = torch.randn(7, 3, 6).double(), mask_of(7, (6,)), torch.randn(7, 3, 6).double()
     wanted = expected(net.bn, x, mask, dy)
-    assert_same(stepped(InCheckpoint(net), net.bn, padded(x, mask), mask, dy), wanted, **EXACT)
+    found = stepped(InCheckpoint(net, use_reentrant), net.bn, padded(x, mask), mask, dy)
+    assert_same(found, wanted, **EXACT)
+    assert net.bn.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -429,7 +430,7 @@ def test_a_mask_on_some_ranks_only_is_named_on_all():
     for text in ranks:
         assert text.startswith("ReplicasDiverged: `SynchronizedBatchNorm1d`: the calls do not")
         assert "rank 1: `SynchronizedBatchNorm1d`, call 1: batch_norm(eps=1e-05, " in text
-        assert ", mask) of float32 [3]" in text
+        assert "mask=True) of float32 [3]" in text
 
 
 def _first_refusal(rank: int) -> str:

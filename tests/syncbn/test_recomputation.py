@@ -224,6 +224,7 @@ def test_a_checkpoint_around_the_whole_model_learns_once():
     )
 
 
+@pytest.mark.filterwarnings("ignore:a DataParallel runs Sequential inside a replica")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     ("replicas", "group_size", "outer"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -21,6 +21,18 @@ else:
     _Base = object
 
 __all__ = ["ReplicaAware"]
+
+
+class Connection(NamedTuple):
+    """What connects a copy of a layer with the others in one forward."""
+
+    group: Group
+    #: The ``_parameters`` of the copy. A replica of that copy (in a DataParallel inside another)
+    #: inherits the connection, which does not belong to it: it has other ``_parameters``.
+    parameters: object
+    #: Whether there were no other processes when the copy was connected. Asked once per forward,
+    #: because it takes calls in Python.
+    is_one_process: bool
 
 
 class ReplicaAware(_Base):
@@ -66,12 +78,7 @@ class ReplicaAware(_Base):
                 f"ReplicaAware must be in front: class {cls.__name__}(ReplicaAware, {bases})"
             )
 
-    _replica_group: Group | None = None
-    #: The ``_parameters`` of the copy that was given ``_replica_group``. A replica of that copy
-    #: (in a DataParallel inside another) inherits both, but has another ``_parameters``.
-    _connected: object = None
-    #: Whether there were no other processes when the copy was connected.
-    _is_one_process = False
+    _connection: Connection | None = None
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Connects this copy with the others. Overrides must call it."""
@@ -80,11 +87,9 @@ class ReplicaAware(_Base):
         if isinstance(ctx, CallbackContext):
             # By the class, because a copy may have overwritten `ctx.group`, and by the dictionary,
             # because setting an attribute is slow on a module.
-            state = vars(self)
-            state["_replica_group"] = CallbackContext.group(ctx, copy_id)
-            state["_connected"] = self._parameters
-            # Here instead of in `group`, because asking takes calls in Python.
-            state["_is_one_process"] = not has_other_processes()
+            group = CallbackContext.group(ctx, copy_id)
+            connection = Connection(group, self._parameters, not has_other_processes())
+            vars(self)["_connection"] = connection
 
     @property
     def group(self) -> Group:
@@ -98,37 +103,37 @@ class ReplicaAware(_Base):
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
             TypeError: ``group_size`` is not an int, or a submodule is named ``group``.
         """
-        group = self._replica_group if self._connected is self._parameters else None
-        if (
-            group is not None
-            and group.size > 1
-            and self.group_size is None
-            and self._process_group is None
-            and self._is_one_process
-            and "group" not in self._modules
-        ):
-            return group  # the usual case, which each forward of a layer takes
-        if group is None and self._warn_if_isolated():
-            return SoloGroup()
+        connection = self._connection
+        if connection is not None and connection.parameters is not self._parameters:
+            connection = None
         if "group" in self._modules:
             raise TypeError(
                 f"ReplicaAware reserves the name `group`, but this {type(self).__name__} has a "
                 "submodule of that name; rename the submodule"
             )
-        name = self._layer_name or type(self).__name__
-        process_group = self.process_group
-        processes = process_group_of(process_group, name)
-        if processes is not None:
-            if group is not None and group.size > 1:
-                raise ReplicationError(
-                    f"`{name}` must run either in several replicas or in several processes (got "
-                    "both); use one process per device, or, to synchronize only within this "
-                    "process, pass a process_group that contains just this rank"
-                )
-            group = processes
-        elif group is None or group.size == 1:
-            group = SoloGroup()
+        if connection is None:
+            group = SoloGroup() if self._warn_if_isolated() else self._group_of_processes()
+        elif connection.group.size == 1:
+            group = self._group_of_processes()
+        else:
+            group = connection.group
+            if self._process_group is not None or not connection.is_one_process:
+                self._check_is_one_process()
         return group if self.group_size is None else group.split(self.group_size)
+
+    def _group_of_processes(self) -> Group:
+        name = self._layer_name or type(self).__name__
+        return process_group_of(self.process_group, name) or SoloGroup()
+
+    def _check_is_one_process(self) -> None:
+        """Raises if the group of this layer, which is in several replicas, has other processes."""
+        if self._group_of_processes().size > 1:
+            raise ReplicationError(
+                f"`{self._layer_name or type(self).__name__}` must run either in several replicas "
+                "or in several processes (got both); use one process per device, or, to "
+                "synchronize only within this process, pass a process_group that contains just "
+                "this rank"
+            )
 
     @property
     def process_group(self) -> Any:

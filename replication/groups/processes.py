@@ -500,7 +500,8 @@ def process_group_of(process_group: Any, name: str) -> ProcessGroup | None:
     used = world() if process_group is None else process_group
     if used is None:
         return None
-    check_usable(used, name)
+    if process_group is not None:  # the world can be used as long as it is the world
+        check_usable(used, name)
     if torch.compiler.is_dynamo_compiling():
         # Made anew: a graph that depends on those kept would be compiled again when they change.
         group = ProcessGroup(used, name)

@@ -227,13 +227,21 @@ def table() -> str:
     return "\n".join(("", *lines(), "", ""))
 
 
-#: What encloses the table on the page.
 PAGE = Path(__file__).with_name("details.md")
-MARKS = "<!-- launches: begin -->\n", "<!-- launches: end -->"
 
 
-def on_the_page() -> str:
-    return PAGE.read_text("utf-8").split(MARKS[0])[1].split(MARKS[1])[0]
+def marked(page: str, name: str) -> tuple[str, str, str]:
+    """What comes before the text between the marks of a name, this text, and what comes after."""
+    before, begin, rest = page.partition(f"<!-- {name}: begin -->\n")
+    text, end, after = rest.partition(f"<!-- {name}: end -->")
+    assert begin and end, f"the page has no marks of {name}"
+    return before + begin, text, end + after
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks."""
+    before, _, after = marked(page, name)
+    return before + text + after
 
 
 def main() -> None:
@@ -246,8 +254,7 @@ def main() -> None:
         options.error(str(reason))
     print(found.strip())
     if given.write:
-        page = PAGE.read_text("utf-8")
-        PAGE.write_text(page.replace(MARKS[0] + on_the_page(), MARKS[0] + found), "utf-8")
+        PAGE.write_text(replaced(PAGE.read_text("utf-8"), "launches", found), "utf-8")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as suite
-from benchmarks import compiling, host, layer, overhead, processes, step, yardsticks
+from benchmarks import compiling, gpu, host, layer, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
@@ -136,6 +137,16 @@ def test_the_hosts_time_is_measured(monkeypatch):
         (row,) = table.rows
         assert list(row.figures) == list(ways)
         assert all(0 < value < math.inf for own in row.figures.values() for value in own)
+
+
+def sleeps(rank: int) -> None:
+    time.sleep(600)
+
+
+def test_a_check_that_takes_too_long_says_so(monkeypatch):
+    monkeypatch.setattr(gpu, "LONGEST", 1.0)
+    found = gpu.attempted(partial(gpu.in_processes, 1, 1, sleeps), time.monotonic())
+    assert found == "ended: it took more than 1 s"
 
 
 def test_program_measures_one_network(monkeypatch, capsys):

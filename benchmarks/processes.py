@@ -124,9 +124,11 @@ def pretending(kind: str) -> Iterator[None]:
     def into_one_row(row: Tensor, *arguments: Any, **options: Any) -> Any:
         return gather(row.view(-1), *arguments, **options)
 
-    with patch.object(distributed, name, into_one_row):
-        yield
-    distributed.destroy_process_group()
+    try:
+        with patch.object(distributed, name, into_one_row):
+            yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def run(net: nn.Module, x: Tensor, upstream: Tensor) -> Figures:

@@ -12,7 +12,7 @@ from replication.checks import check_module
 from replication.texts import path_or_root
 
 #: The path of a module, and its copies, one per replica.
-Copies = tuple[str, tuple[nn.Module, ...]]
+CopiedLayer = tuple[str, tuple[nn.Module, ...]]
 
 
 def layers_of(root: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -41,7 +41,7 @@ def check_initialized(path: str, layer: nn.Module) -> None:
         )
 
 
-def paired(modules: Sequence[nn.Module]) -> list[Copies]:
+def paired(modules: Sequence[nn.Module]) -> list[CopiedLayer]:
     """Returns each submodule with its copies, in the order of ``modules()``."""
     if not len(modules):
         raise ValueError("expected at least one copy of a module (got none)")

@@ -13,10 +13,10 @@ from torch.nn.parallel import comm
 from replication.devices import current_streams, to_device, use_streams
 
 #: One list of tensors per device.
-Copies = list[list[Tensor]]
+TensorsByDevice = list[list[Tensor]]
 
 
-def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device]) -> Copies:
+def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device]) -> TensorsByDevice:
     """Copies buffers to each device. Only copy 0 is the original if that is on the device."""
     copies = _copies(buffers, devices)
     for replica, device in enumerate(devices):
@@ -28,7 +28,7 @@ def copy_buffers(buffers: list[Tensor], devices: Sequence[torch.device]) -> Copi
 
 def broadcast(
     tensors: Sequence[Tensor], devices: Sequence[torch.device], detach: bool = False
-) -> Copies:
+) -> TensorsByDevice:
     """Copies ``tensors`` to each device, and sums gradients of the copies in device order."""
     # A copy on the tensor's own device shares its storage and its version counter, so that
     # autograd detects an in-place change just as it does for the tensor itself.
@@ -39,7 +39,7 @@ def broadcast(
     return [list(copies[i :: len(devices)]) for i in range(len(devices))]
 
 
-def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Copies:
+def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> TensorsByDevice:
     """Copies tensors to each device, detached from the graph."""
     if can_coalesce(tensors, devices):
         # Copies many small tensors at once. It returns complex tensors as their real views.

@@ -123,13 +123,17 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
 Devices = Sequence[torch.device | None]
 
 
-class Sizes(NamedTuple):
-    """How a batch is split."""
+class Split(NamedTuple):
+    """How the tensors of a batch are split. `_plan` decides it, and `_parts_of` applies it."""
 
-    #: The length of each part; none if the `Scattered` that decides does not tell them.
-    parts: tuple[int, ...]
+    #: The number of replicas with data.
+    replicas: int
+    #: Whether tensors are cut. If not, there are none, or each goes whole to the only replica.
+    cuts: bool = False
+    #: The length of each part. None if the `Scattered` that decides does not tell.
+    lengths: tuple[int, ...] | None = None
     #: The argument that decides.
-    title: str
+    title: str = ""
 
 
 def split_leaves(
@@ -141,18 +145,16 @@ def split_leaves(
     """
     if not devices:
         raise ValueError("expected at least one device (got none)")
-    count, sizes = _plan(leaves, len(devices), dim)
-    nowhere, used = [None] * count, devices[:count]
+    split = _plan(leaves, len(devices), dim)
+    nowhere, used = [None] * split.replicas, devices[: split.replicas]
     columns = [
-        _split(leaf, sizes, dim, nowhere if i in staying else used, len(devices))
+        _parts_of(leaf, split, dim, nowhere if i in staying else used, len(devices))
         for i, leaf in enumerate(leaves)
     ]
-    return [[column[replica] for column in columns] for replica in range(count)]
+    return [[column[replica] for column in columns] for replica in range(split.replicas)]
 
 
-def _plan(leaves: list[Leaf], devices: int, dim: int) -> tuple[int, Sizes | None]:
-    """Returns the number of replicas with data, and the sizes of the parts of their tensors."""
-    # There are no sizes if there are no tensors, or if they go whole to a single replica.
+def _plan(leaves: list[Leaf], devices: int, dim: int) -> Split:
     if scattered := [leaf for leaf in leaves if isinstance(leaf.value, Scattered)]:
         counts = [len(leaf.value) for leaf in scattered]
         if len(set(counts)) > 1 or not 1 <= counts[0] <= devices:
@@ -162,47 +164,50 @@ def _plan(leaves: list[Leaf], devices: int, dim: int) -> tuple[int, Sizes | None
                 "make sure that it came from a DataParallel with the same device_ids"
             )
         if counts[0] == 1:
-            return 1, None
-        known = [Sizes(_lengths(leaf.value, dim), _title(leaf)) for leaf in scattered]
-        return counts[0], next((sizes for sizes in known if sizes.parts), known[0])
+            return Split(1)
+        splits = [
+            Split(counts[0], True, _lengths(leaf.value, dim), _title(leaf)) for leaf in scattered
+        ]
+        return next((split for split in splits if split.lengths is not None), splits[0])
     batches = list(filter(_is_batch, leaves))
     if not batches or devices == 1:
-        return devices, None
+        return Split(devices)
     # A tensor of this length may have an entry per device, and the batch another length.
     batch = next((leaf for leaf in batches if _length(leaf, dim) != devices), batches[0])
     length = _length(batch, dim)
     part = max(1, -(-length // devices))  # just as in `torch.chunk`
     parts = tuple([min(part, length - start) for start in range(0, length, part)]) or (0,)
-    return len(parts), Sizes(parts, _title(batch))
+    return Split(len(parts), True, parts, _title(batch))
 
 
-def _split(
-    leaf: Leaf, sizes: Sizes | None, dim: int, devices: Devices, all_devices: int
-) -> list[Any]:
+def _parts_of(leaf: Leaf, split: Split, dim: int, devices: Devices, all_devices: int) -> list[Any]:
     if isinstance(leaf.value, Scattered):
         return list(map(moved, leaf.value, devices))
     if not _is_batch(leaf):
         return [moved(leaf.value, device) for device in devices]
-    if sizes is None:
-        views = [leaf.value]
-    else:
-        length, parts = _length(leaf, dim), sizes.parts
-        if parts and sum(parts) != length == all_devices:
-            parts = (1,) * length  # just as in torch, entries of devices without data are dropped
-        if not parts or sum(parts) != length:
-            have = f"has length {sum(sizes.parts)}" if sizes.parts else "does not tell its lengths"
-            raise ValueError(
-                f"{_title(leaf)} has length {length} in dimension {dim}, but the batch "
-                f"({sizes.title}) {have}, so it can't be split the same way; if every replica "
-                "needs all of it, register it as a buffer of the model; to choose the parts "
-                "yourself, pass both as Scattered([...])"
-            )
-        views = leaf.value.split(parts, dim)[: len(devices)]
+    views = _views(leaf, split, dim, all_devices) if split.cuts else [leaf.value]
     # A part that stays is copied as well: an in-place change by one replica must change neither
     # the other parts nor the caller's tensor. A part that leaves is copied once: through a clone
     # it would come from pageable memory, even if the batch is in pinned memory.
     copies = list(map(moved, views, devices))
     return [copy.clone() if copy is v else copy for copy, v in zip(copies, views, strict=True)]
+
+
+def _views(leaf: Leaf, split: Split, dim: int, all_devices: int) -> Sequence[Tensor]:
+    """Cuts a tensor."""
+    length, tensor = _length(leaf, dim), leaf.value
+    if split.lengths is not None:
+        if sum(split.lengths) == length:
+            return tensor.split(split.lengths, dim)  # type: ignore[no-any-return]
+        if length == all_devices:  # just as in torch, entries of devices without data are dropped
+            return tensor.split(1, dim)[: split.replicas]  # type: ignore[no-any-return]
+    told = split.lengths is not None
+    have = f"has length {sum(split.lengths or ())}" if told else "does not tell its lengths"
+    raise ValueError(
+        f"{_title(leaf)} has length {length} in dimension {dim}, but the batch ({split.title}) "
+        f"{have}, so it can't be split the same way; if every replica needs all of it, register "
+        "it as a buffer of the model; to choose the parts yourself, pass both as Scattered([...])"
+    )
 
 
 def _title(leaf: Leaf) -> str:
@@ -228,11 +233,11 @@ def _length(leaf: Leaf, dim: int) -> int:
     return tensor.size(dim)
 
 
-def _lengths(entries: Scattered, dim: int) -> tuple[int, ...]:
-    """Returns the length of each entry, or () if some entry is no tensor with this dimension."""
+def _lengths(entries: Scattered, dim: int) -> tuple[int, ...] | None:
+    """Returns the length of each entry, or None if some entry is no tensor with ``dim``."""
     if all(isinstance(entry, Tensor) and -entry.dim() <= dim < entry.dim() for entry in entries):
         return tuple(entry.size(dim) for entry in entries)
-    return ()
+    return None
 
 
 def moved(tree: Any, device: torch.device | None) -> Any:

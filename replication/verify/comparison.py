@@ -67,8 +67,9 @@ def verify(
     Between ranks, the batch is split like in `DataParallel`, one part for each rank. A rank's copy
     has the parameters of rank 0, and runs where its own model is. Outputs are joined,
     gradients of parameters are added over the ranks, and buffers must be right on each of them.
-    Rank 0 also runs the whole batch alone, as if `torch.distributed` did not run. Every rank gets
-    the same result, and if a rank raises, all do.
+    Each rank also runs the whole batch alone, as if it were the only process, and rank 0's run is
+    the reference. Every rank gets the same result, and if a rank raises, all do. `verify_ranks`
+    starts ranks for a test.
 
     >>> import torch
     >>> from torch import nn

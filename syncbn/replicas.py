@@ -1,16 +1,30 @@
 """A call of a layer in the replicas of one forward, from top to bottom.
 
+               (2)                         (4)                      (6)
     x_0, x_1, ..    ──▶ moments of each shard  ──▶ moments of the batch ──▶ y_0, y_1, ..
+               (8)                         (9)                      (10)
     dy_0, dy_1, ..  ──▶ two sums of each shard ──▶ sums of the batch    ──▶ dx_0, dx_1, ..
 
-Replicas run in threads. Each sends its shard and waits; the last to arrive merges the moments and
-connects all shards by one autograd node. Therefore no thread waits in backward, where a queue or a
-barrier would deadlock, because the engine may run all nodes of a device on one thread.
+Replicas run in threads. The code below has these numbers:
 
-On accelerators the last to arrive also launches the kernels for all shards (see `syncbn.kernels`):
-a launch costs the host more than a small layer takes to compute, and threads that compete for the
-GIL launch more slowly. On the CPU each replica computes its own shard, before and after the
-exchange. Small shards take a shorter road there (see `joined`).
+1.  A replica saves x in its own thread, if somebody there looks at what is saved.
+2.  On the CPU it measures its shard.
+3.  It sends its shard, and waits. The last to arrive does for all replicas what follows.
+4.  It merges the moments.
+5.  It connects all shards by one autograd node. Therefore no thread waits in backward, where a
+    queue or a barrier would deadlock, because the engine may run all nodes of a device on one
+    thread.
+6.  Back in its own thread, on the CPU, each replica computes its output into the tensor that the
+    node has made.
+7.  The node's backward gets back what was saved, in the streams of the forward;
+8.  reduces each shard to two sums;
+9.  adds them in the order of the replicas;
+10. and computes the gradient of each shard.
+
+On accelerators the last to arrive also launches the kernels of steps 2 and 6 for all shards (see
+`syncbn.kernels`): a launch costs the host more than a small layer takes to compute, and threads
+that compete for the GIL launch more slowly. Small shards on the CPU take a shorter road, which
+replaces steps 4 to 10 (see `joined`).
 
 An activation checkpoint calls the layer again in backward, where no other replica would answer. So
 each replica keeps the moments of its calls (see `PastCall`).
@@ -68,11 +82,11 @@ def normalized_in_replica(
     if phase() is Phase.REPLAYED:
         return recomputed(shard, past_calls, group.where)
     if not shard.may_be_joined:
-        shard.save_in_this_thread()
+        shard.save_in_this_thread()  # (1)
         if shard.is_on_host:
-            shard.measure()  # here, while other replicas measure theirs
+            shard.measure()  # (2) here, while other replicas measure theirs
     x, weight, bias, (eps, _) = arguments
-    batch, y = group.exchange(
+    batch, y = group.exchange(  # (3)
         _name(eps, weight is not None, bias is not None, shard.is_on_host),
         shard,
         # The function of the first replica is called. If that is replica 0, the buffers are the
@@ -84,7 +98,7 @@ def normalized_in_replica(
     if batch is None:  # joined shards: y is computed, and no checkpoint will call again
         return y
     past_calls.append(PastCall(shard.measure(), batch, shard.makes_graph, y.requires_grad))
-    return shard.output(batch, y)
+    return shard.output(batch, y)  # (6)
 
 
 @lru_cache(maxsize=1024)
@@ -155,8 +169,8 @@ def replies(
     may_be_joined = all(map(attrgetter("may_be_joined"), shards))
     if may_be_joined and len({(s.x.shape[1:], memory_format(s.x)) for s in shards}) == 1:
         return [(None, y) for y in joined(shards, count_batch)]
-    batches = merge_moments(shards, count_batch)
-    return list(zip(batches, connected(shards, batches), strict=True))
+    batches = merge_moments(shards, count_batch)  # (2) and (4)
+    return list(zip(batches, connected(shards, batches), strict=True))  # (5)
 
 
 def joined(shards: Sequence[Shard], count_batch: CountBatch) -> Sequence[Tensor]:
@@ -234,9 +248,9 @@ class NormalizeReplicas(Function):
         ctx.kernels, ctx.batches = shards[0].kernels, batches
         ctx.holders = [shard.holder for shard in shards]
         ctx.streams = current_streams([x.device for x in xs])
-        saved = [x if h is None else None for x, h in zip(xs, ctx.holders, strict=True)]
-        ctx.save_for_backward(*saved, weight, *[shard.weight for shard in shards[1:]])
-        if ctx.kernels.are_on_host:  # each replica computes its own
+        unsaved = [x for x, holder in zip(xs, ctx.holders, strict=True) if holder is None]
+        ctx.save_for_backward(weight, *[shard.weight for shard in shards[1:]], *unsaved)
+        if ctx.kernels.are_on_host:  # each replica computes its own (6)
             return tuple([torch.empty_like(x, memory_format=memory_format(x)) for x in xs])
         pairs = zip(shards, batches, strict=True)
         return tuple([s.kernels.normalize(s.x, s.weight, s.bias, batch) for s, batch in pairs])
@@ -250,19 +264,17 @@ class NormalizeReplicas(Function):
         for dy in used:
             if dy.device in ctx.streams:
                 record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
+        weights, own = saved[:k], iter(saved[k:])
         with use_streams(ctx.streams):
-            # Here, because a checkpoint computes what it unpacks.
-            xs = [
-                x if holder is None else holder.saved_tensors[0]
-                for x, holder in zip(saved[:k], ctx.holders, strict=True)
-            ]
+            # (7) Here, because a checkpoint computes what it unpacks.
+            xs = [next(own) if h is None else h.saved_tensors[0] for h in ctx.holders]
             pairs = zip(dys, xs, strict=True)
             all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
             if torch.is_grad_enabled():  # the gradients need derivatives
                 needs = ctx.needs_input_grad[2:]
-                grads = differentiable_gradients(needs, ctx.batches[0], all_dys, xs, saved[k])
+                grads = differentiable_gradients(needs, ctx.batches[0], all_dys, xs, weights[0])
             else:
-                grads = _gradients(ctx, all_dys, xs, saved[k:])
+                grads = _gradients(ctx, all_dys, xs, weights)
         return None, None, *grads
 
 
@@ -277,16 +289,16 @@ def _gradients(
     kernels, batches = ctx.kernels, ctx.batches
     inverse = batches[0].inverse
     dys = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)]
-    sums = [
+    sums = [  # (8)
         torch.stack(kernels.reduce_gradient(dy, x, batch, None)[:2]).to(inverse.device)
         for dy, x, batch in zip(dys, xs, batches, strict=True)
     ]
-    # In the order of the replicas. `stack` and `sum` are two kernels for any number of replicas.
+    # (9) In the order of the replicas. `stack` and `sum` are two kernels for any number of them.
     # Adding one by one takes fewer, or as many, for up to three.
     total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
     dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
     totals = on_each(total, [x.device for x in xs])
-    dxs = [
+    dxs = [  # (10)
         kernels.gradient(dy, x, batch, weight, total_here.unbind()) if need else None
         for need, dy, x, batch, weight, total_here in zip(
             needs, dys, xs, batches, weights, totals, strict=True
@@ -340,7 +352,8 @@ def recall(past_calls: Sequence[PastCall], own: KernelMoments, x: Tensor, where:
     Joined calls are not among them. Errors name the copy by ``where``.
 
     torch does not say which call that is. It is the one whose moments are nearest. They need
-    not be equal, because some devices are not deterministic.
+    not be equal, because some devices are not deterministic. This is the most fragile idea of the
+    road: it is a guess, from a distance. It errs loudly, where two calls are equally near.
     """
     # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
     makes_graph = torch.is_grad_enabled()

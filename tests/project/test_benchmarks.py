@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as suite
-from benchmarks import compiling, gpu, host, layer, overhead, processes, step, yardsticks
+from benchmarks import compiling, gpu, host, layer, masks, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
@@ -194,3 +194,14 @@ def test_figure_is_drawn(tmp_path: Path):
     figures = {way: (1.0 + i,) for i, way in enumerate(step.WAYS)}
     suite.figure.draw([Row("net", count, 1, figures) for count in (2, 4)], path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's own
+def test_a_mask_breaks_no_graph_and_lets_no_host_wait():
+    """As `docs/masks.md` shows. Indexing by a mask does both."""
+    assert masks.graphs(masks.Masked) == (0, 0)
+    assert masks.host_waits(masks.Masked) == 0
+    assert 1 < masks.memory(masks.Masked) < 1.02  # one activation, the mask, and vectors
+    assert masks.graphs(masks.Indexed)[0] > 0
+    assert masks.host_waits(masks.Indexed) == 4  # to take, to put, and both backward
+    assert len({row.count("|") for row in masks.lines(0)}) == 1

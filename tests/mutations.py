@@ -2,7 +2,9 @@
 
 Each function returns the arguments of `verify`, so that the command runs any of them:
 
-    python -m replication.verify tests/mutations.py:detached_gather
+    python -m replication.verify tests.mutations:detached_gather
+
+``tests/test_mutations.py`` holds what `verify` must say of each, and writes a table of it.
 """
 
 from __future__ import annotations
@@ -406,7 +408,8 @@ def seeded_by_rank(make: Callable[[], nn.Module], mended: bool) -> nn.Module:
 def different_initialization(mended: bool = False) -> dict[str, Any]:
     """Ranks begin with different parameters, and nothing broadcasts them."""
     model = seeded_by_rank(network, mended)
-    return step(F.mse_loss, model, wrap=lambda net: Averaged(net, broadcasts=mended))
+    wrap = lambda net: Averaged(net, broadcasts=mended)  # noqa: E731
+    return step(F.mse_loss, model, wrap=wrap, strict=True)
 
 
 class Prototypes(nn.Module):
@@ -436,7 +439,7 @@ def parameters_of_the_loss(mended: bool = False) -> dict[str, Any]:
 
 def other_parameters_of_the_loss(mended: bool = False) -> dict[str, Any]:
     """The same, where they begin with different values."""
-    return classified(seeded_by_rank(Prototypes, mended), mended)
+    return classified(seeded_by_rank(Prototypes, mended), mended) | {"strict": True}
 
 
 def temporary_ddp(mended: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from benchmarks.started import Ended, started
 PAGE = Path(__file__).parent.parent.parent / "docs" / "collectives-compared.md"
 SIZES = (2, 3)
 #: Seconds in which the ranks of a group of figures must end.
-PATIENCE = 40
+PATIENCE = 60
 
 #: Columns in the order of the table, with their headings.
 COLUMNS = {

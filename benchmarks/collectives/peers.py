@@ -150,7 +150,7 @@ PEERS = [
     Peer(
         *("Lightning's `all_gather`", lightning_gather),
         library="lightning",
-        by_reading={"gather": "right, it is that of torch.distributed.nn"},
+        by_reading={"gather": "right", "second": "right", "bytes": "n", "warnings": "1"},
     ),
     Peer(
         "`replication.functional`",

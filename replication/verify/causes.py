@@ -167,6 +167,13 @@ def _of_none(case: Case, relation: str, term: str) -> str:
             "Every rank has the loss of one device, so the derivative of a collective is missing "
             f"or wrong: those of torch.distributed have none. Use {_COLLECTIVES}"
         )
+    if relation == (MEAN if case.wrapper else SHARES):
+        known = "mean" if case.wrapper else "sum"
+        return (
+            f"The {known} of the ranks' losses is one device's, so the derivative of a collective "
+            "is missing or wrong, in the loss or in a layer that communicates: those of "
+            f"torch.distributed have none. Use {_COLLECTIVES}"
+        )
     if case.is_own(Quantity(LOSSES, term or "loss")):
         return (
             f"Each rank computes the {term or 'loss'} from its own samples, as if it were alone, "

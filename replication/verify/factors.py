@@ -60,6 +60,8 @@ def _factor(parts: Parts, reference: Tensor, least: float, size: int, tolerance:
         return None
     if max(magnitude(reference), magnitude(whole)) <= 1e-3 * least:
         return math.nan
+    if magnitude(reference) <= 1e-3 * least:
+        return None  # zero up to rounding on one device, of which nothing is a multiple
     norm = reference.abs().square().sum()
     measured = ((whole * reference.conj()).sum().real / norm).item() if norm else math.inf
     usual = [1.0, 1 / size, float(size), 1 / size**2, float(size**2), 0.0]

@@ -113,3 +113,12 @@ def test_a_package_that_is_not_installed_has_a_row():
     text = row(peer)
     assert text.startswith("| x's `gather`, by reading") and " 1/n " in text
     assert len(re.findall(r" \| ", text)) == len(COLUMNS)
+
+
+def test_the_page_compares_all_collectives():
+    found = {cells[0]: cells[1:] for cells in rows("collectives-compared.md")}
+    assert len(found) == len(PEERS)
+    for peer in PEERS:
+        assert any(name.startswith(peer.name) for name in found), peer.name
+    ours = dict(zip(COLUMNS, found[OURS.name], strict=True))
+    assert ours["uneven"] == ours["empty"] == ours["max"] == "right"

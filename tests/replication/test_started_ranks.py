@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from replication import ReplicationError, verify_ranks
+from replication.verify import server
 from tests import checks
 from tests.deadlines import soon
 from tests.processes import environment, program, run_python
@@ -81,6 +82,14 @@ def test_what_cannot_be_verified_is_refused(call, error, text):
 def test_a_script_verifies_what_it_makes_and_its_own_forkserver_stays_its_own():
     done = run_python(program("verifies_in_a_script"))
     assert (done.returncode, done.stdout, done.stderr) == (0, "equal\n", "")
+
+
+def test_no_rank_is_left_after_a_call():
+    verify_ranks(checks.equal)
+    process = server.server._process
+    assert process is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    assert children.read_text() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

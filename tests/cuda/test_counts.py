@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from benchmarks import launches, simulated
-from tests.cuda.matrix import skip_file_without
-from tests.cuda.runtime import needs_simulation
+from tests.cuda.matrix import DEVICES, skip_file_without
+from tests.cuda.runtime import LAZY, needs_simulation
 
 skip_file_without(2)
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_simulation]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    needs_simulation,
+    # The counts are made in another process, with its own devices.
+    pytest.mark.skipif(LAZY or len(DEVICES) != 2, reason="counted once: with two devices"),
+]
 
 OURS = f"syncbn, each of {launches.RANKS} ranks"
 

@@ -21,7 +21,7 @@ extensions = ["myst_nb", "sphinx_copybutton"]
 
 # The root of the repository is the source folder, so that links hold both there and on the site.
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "examples/*"]
+include_patterns = ["*.md", "docs/*.md", "benchmarks/*.md", "tests/**.md", "examples/*"]
 exclude_patterns = [".*"]  # such as a virtual environment
 source_suffix = dict.fromkeys([".md", ".ipynb", ".py"], "myst-nb")
 
@@ -45,7 +45,6 @@ NAVIGATION = {
         "Guides": [
             "docs/verify.md",
             "docs/losses.md",
-            "docs/verify.md",
             "docs/processes.md",
             "docs/replicas.md",
             "docs/layers.md",
@@ -78,6 +77,8 @@ NAVIGATION = {
             "benchmarks/README.md",
             "benchmarks/details.md",
             "CONTRIBUTING.md",
+            "tests/README.md",
+            "tests/cuda/README.md",
             "CHANGELOG.md",
             "SECURITY.md",
         ],
@@ -104,9 +105,9 @@ def show_programs(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = f"# {path.name}\n\n~~~~python\n{source[0]}~~~~\n"
 
 
-def link_to_tests(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Makes files of the tests downloads, because they are no pages."""
-    link = r"\[([^]]*)\]\(((?:\.\./)?tests/[^)]*)\)"
+def link_to_code(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Makes files of the tests and benchmarks downloads, because they are no pages."""
+    link = r"\[`?([^]`]*)`?\]\(((?:\.\./)*(?:tests|benchmarks)/[^)]*\.py)\)"
     source[0] = re.sub(link, r"{download}`\1 <\2>`", source[0])
 
 
@@ -126,5 +127,5 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
     app.connect("source-read", show_programs)
-    app.connect("source-read", link_to_tests)
+    app.connect("source-read", link_to_code)
     app.connect("source-read", show_warnings)

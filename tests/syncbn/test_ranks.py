@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -736,7 +737,9 @@ def in_half_precision(rank: int, group_size: int | None) -> list[Tensor]:
     warnings.simplefilter("ignore")  # of FSDP itself
     layer = layer_like(group_size=group_size)
     net = fully_shard(
-        nn.Sequential(layer), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        nn.Sequential(layer),
+        mesh=init_device_mesh("cpu", (distributed.get_world_size(),)),  # even beside GPUs
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     )
     x = shards_of(2)[rank].float().requires_grad_()
     y = net(x)

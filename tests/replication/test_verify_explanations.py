@@ -158,6 +158,21 @@ def test_a_layer_that_does_not_communicate_is_named_in_replicas():
     assert second.startswith("Each replica computes `1` (BatchNorm1d) from its own samples")
 
 
+class Centered(nn.Module):
+    """Centers the batch in its own forward, so that no layer in it differs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("model", [Centered(), nn.BatchNorm1d(3)])
+@pytest.mark.parametrize("samples", [7, 8])
+def test_outputs_of_replicas_that_do_not_communicate_are_explained(model, samples):
+    explanation = verify(model, torch.randn(samples, 3)).explanation
+    second = explanation.splitlines()[1]
+    assert second.startswith("Each replica computes its outputs from its own samples"), explanation
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"mean": x.mean().detach()}

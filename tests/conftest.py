@@ -21,12 +21,12 @@ import torch
 
 from replication.devices import default_devices
 from syncbn import replicas
-from tests import (
-    accelerator,
+from tests import accelerator
+from tests.kit import (
     properties,  # noqa: F401  # loads the profile of Hypothesis
 )
-from tests import fused as stand_ins
-from tests.deadlines import TEST_STALLED, Deadline, is_idle, soon
+from tests.kit import stand_in_kernels as stand_ins
+from tests.kit.deadlines import TEST_STALLED, Deadline, is_idle, soon
 
 collect_ignore = ["programs"]  # they would run when doctests are looked for
 

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, ReplicasDiverged, Scattered
 from syncbn import SynchronizedBatchNorm2d, channels, convert_model
-from tests.collective_cases import CASES, derivatives, in_replicas, leaves
-from tests.devices import ACCELERATORS, HOME, LISTS
-from tests.pairwise import pairwise
-from tests.sharded import randomized
+from tests.kit.collectives import CASES, derivatives, in_replicas, leaves
+from tests.kit.devices import ACCELERATORS, HOME, LISTS
+from tests.kit.properties import pairwise
+from tests.kit.shards import randomized
 
 pytestmark = [
     pytest.mark.accelerator,

@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from replication import DataParallel
 from replication.sync.lifecycle import this_thread
 from syncbn import convert_model
-from tests import stepping
-from tests.deadlines import soon
-from tests.devices import several
-from tests.layers import no_garbage_collection, outcome_of, together, values
-from tests.sharded import not_joined_only, randomized
+from tests.kit import steps
+from tests.kit.deadlines import soon
+from tests.kit.devices import several
+from tests.kit.memory import no_garbage_collection
+from tests.kit.shards import not_joined_only, randomized
+from tests.kit.threads import outcome_of, together, values
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
 
@@ -49,7 +50,7 @@ def assert_alike(use: Use, net: nn.Module | None = None, **options: Any) -> None
         x = torch.randn(SAMPLES, 3, dtype=torch.float64, requires_grad=True)
         return [*use(model, x, torch.randn(SAMPLES, 2, dtype=torch.float64)), x.grad]
 
-    stepping.assert_alike(run, net, replicated)
+    steps.assert_alike(run, net, replicated)
 
 
 def forward_and_backward(model: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:

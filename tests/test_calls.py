@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import convert_model
-from tests.layers import knows_hooks, no_garbage_collection, profiled
+from tests.kit.layers import knows_hooks
+from tests.kit.memory import no_garbage_collection
+from tests.kit.threads import profiled
 
 
 class Counted(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel
 from syncbn import convert_model, verify
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 

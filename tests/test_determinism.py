@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.devices import several
+from tests.kit.devices import several
 
 pytestmark = [
     pytest.mark.accelerator,

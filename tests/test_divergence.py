@@ -16,20 +16,13 @@ from torch import Tensor, nn
 from replication import DataParallel, Group, ReplicaAware, ReplicasDiverged
 from replication.sync import rendezvous
 from syncbn import SynchronizedBatchNorm1d
-from tests.deadlines import Deadline
-from tests.devices import several
-from tests.faults import assert_next_step_is_exact, batch
-from tests.layers import (
-    Centering,
-    LayerError,
-    N,
-    Numbered,
-    as_torch_does,
-    ours,
-    outcome_of,
-    until_others_wait,
-)
-from tests.pairwise import pairwise
+from tests.kit.deadlines import Deadline
+from tests.kit.devices import several
+from tests.kit.faults import assert_next_step_is_exact, batch
+from tests.kit.layers import Centering, LayerError, Numbered
+from tests.kit.properties import pairwise
+from tests.kit.threads import outcome_of, until_others_wait
+from tests.kit.wrappers import N, as_torch_does, ours
 
 pytestmark = pytest.mark.accelerator
 

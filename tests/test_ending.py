@@ -19,7 +19,9 @@ from replication import execute_replication_callbacks, replicate
 from replication.sync.lifecycle import this_thread
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, convert_model, replicas
-from tests.layers import CustomDataParallel, ours, soon, together, values
+from tests.kit.deadlines import soon
+from tests.kit.threads import together, values
+from tests.kit.wrappers import CustomDataParallel, ours
 from tests.older_toolkit.batchnorm import BatchNorm2dCorrected
 
 # -- training that is ended --------------------------------------------------------------------

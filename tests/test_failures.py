@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaFailed
 from replication.sync.lifecycle import this_thread
-from tests.deadlines import Deadline, soon
-from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
-from tests.layers import WRAPS, Centering, LayerError, N, Numbered, as_a_function, ours
-from tests.pairwise import pairwise
+from tests.kit.deadlines import Deadline, soon
+from tests.kit.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
+from tests.kit.layers import Centering, LayerError, Numbered
+from tests.kit.properties import pairwise
+from tests.kit.wrappers import WRAPS, N, as_a_function, ours
 
 # -- any error, in any place, copy and runner --------------------------------------------------
 

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from replication import DataParallel, ReplicaAware, ReplicasDiverged
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.layers import FailsAt, LayerError, Repeat, freed, no_garbage_collection, pickled, soon
-from tests.ranks import needs_gloo, run_ranks
-from tests.sharded import randomized
-from tests.stepping import assert_alike, inner
+from tests.kit.deadlines import soon
+from tests.kit.layers import FailsAt, LayerError, Repeat
+from tests.kit.memory import freed, no_garbage_collection, pickled
+from tests.kit.ranks import needs_gloo, run_ranks
+from tests.kit.shards import randomized
+from tests.kit.steps import assert_alike, inner
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from replication.sync.lifecycle import this_thread
 from syncbn import DataParallel, SynchronizedBatchNorm1d, convert_model
-from tests.layers import Recomputed
+from tests.kit.layers import Recomputed
 
 CPUS = ["cpu"] * 2
 

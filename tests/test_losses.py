@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel, ReplicaAware, functional, global_mean, verify_ranks
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 PAGE = (Path(__file__).parent.parent / "docs" / "losses.md").read_text("utf-8")
 

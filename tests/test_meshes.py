@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
 

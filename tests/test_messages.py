@@ -26,8 +26,10 @@ from replication import (
     replicate,
 )
 from syncbn import SynchronizedBatchNorm1d, convert_model, verify
-from tests.layers import AsTorchDoes, Centering, FailsAt, Recomputed, customized, ours, outcome_of
-from tests.pairwise import pairwise
+from tests.kit.layers import Centering, FailsAt, Recomputed
+from tests.kit.properties import pairwise
+from tests.kit.threads import outcome_of
+from tests.kit.wrappers import AsTorchDoes, customized, ours
 
 CPUS = ["cpu", "cpu"]
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))

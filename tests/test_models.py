@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, convert_model, revert_model, summary
-from tests.packages import package
+from tests.kit.programs import package
 
 # -- networks ----------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ import pytest
 from benchmarks.measuring import line
 from replication import Verification, verify_ranks
 from tests import mutations
-from tests.deadlines import DEADLINE
-from tests.ranks import needs_gloo
+from tests.kit.deadlines import DEADLINE
+from tests.kit.ranks import needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

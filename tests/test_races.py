@@ -22,9 +22,12 @@ from replication import execute_replication_callbacks, patch_replication_callbac
 from replication.groups import processes
 from replication.warning import once_for
 from syncbn import convert_model
-from tests.layers import DEADLINE, Centering, CustomDataParallel, together, values
-from tests.processes import run_python
-from tests.stepping import batch, network, wraps
+from tests.kit.deadlines import DEADLINE
+from tests.kit.layers import Centering
+from tests.kit.programs import run_python
+from tests.kit.steps import batch, network, wraps
+from tests.kit.threads import together, values
+from tests.kit.wrappers import CustomDataParallel
 
 pytestmark = pytest.mark.slow
 

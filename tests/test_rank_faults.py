@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.ranks import TIMEOUT, Ended, needs_gloo, started_ranks
+from tests.kit.ranks import TIMEOUT, Ended, needs_gloo, started_ranks
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

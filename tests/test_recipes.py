@@ -16,7 +16,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from syncbn import DataParallel, convert_model, verify
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -20,10 +20,10 @@ from replication import (
     replicate,
     scatter_kwargs,
 )
-from tests.collective_cases import in_replicas
-from tests.junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused
-from tests.layers import outcome_of
-from tests.properties import examples
+from tests.kit.collectives import in_replicas
+from tests.kit.junk import COLLECTIVES, CPUS, X, anything, fingerprint, quietly, refused
+from tests.kit.properties import examples
+from tests.kit.threads import outcome_of
 
 DIFFERENT = [{"a": X, "b": torch.ones(2, 3)}, {"a": X, "b": torch.ones(2, 4)}]
 

@@ -15,10 +15,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from replication import DataParallel
 from syncbn import convert_model
-from tests import stepping
-from tests.devices import several
-from tests.properties import examples
-from tests.stepping import network, step, wraps
+from tests.kit import steps
+from tests.kit.devices import several
+from tests.kit.properties import examples
+from tests.kit.steps import network, step, wraps
 
 pytestmark = pytest.mark.accelerator
 
@@ -134,7 +134,7 @@ def test_full_and_short_batches_through_one_model(wrap, sizes):
     twin = copy.deepcopy(net)
     model = wrap(convert_model(net), 4)
     for samples in sizes:
-        x, dy = stepping.batch(samples)
+        x, dy = steps.batch(samples)
         torch.testing.assert_close(step(model, net, x, dy), step(twin, twin, x, dy))
 
 
@@ -149,7 +149,7 @@ def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
     plain = copy.deepcopy(net)
     model = wrap(convert_model(net), 3)
     for samples in (7, 4):
-        step(model, net, *stepping.batch(samples))
+        step(model, net, *steps.batch(samples))
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -160,7 +160,7 @@ def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
     assert all(key.startswith(prefix) for key in state)
     consume_prefix_in_state_dict_if_present(state, prefix)
     plain.load_state_dict(state, strict=True)
-    x, dy = stepping.batch(5)
+    x, dy = steps.batch(5)
     assert torch.equal(plain.eval()(x), net.eval()(x))
     other = convert_model(network())
     other.load_state_dict(plain.state_dict(), strict=True)

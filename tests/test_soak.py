@@ -23,10 +23,12 @@ from replication import DataParallel, ReplicasDiverged
 from replication.steps import threads
 from replication.sync.rendezvous import Rendezvous
 from syncbn import SynchronizedBatchNorm1d, channels
-from tests.deadlines import soon
-from tests.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
-from tests.layers import Repeat, as_torch_does, ours, outcome_of, together, values
-from tests.properties import examples
+from tests.kit.deadlines import soon
+from tests.kit.faults import Fault, assert_next_step_is_exact, batch, faulty, twin_of
+from tests.kit.layers import Repeat
+from tests.kit.properties import examples
+from tests.kit.threads import outcome_of, together, values
+from tests.kit.wrappers import as_torch_does, ours
 
 pytestmark = pytest.mark.slow
 

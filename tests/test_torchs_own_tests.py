@@ -23,7 +23,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SynchronizedBatchNormNd, convert_model
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 for name in ("numpy", "expecttest"):
     pytest.importorskip(name, reason="torch's tests import it")

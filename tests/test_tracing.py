@@ -11,8 +11,9 @@ from torch import Tensor, fx, nn
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm2d, convert_model, summary
-from tests.layers import Fused, SyncFused, pickled
-from tests.sharded import randomized
+from tests.kit.layers import Fused, SyncFused
+from tests.kit.memory import pickled
+from tests.kit.shards import randomized
 
 X = torch.randn(7, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import convert_model
-from tests.packages import package
-from tests.processes import run_python
-from tests.ranks import needs_gloo
+from tests.kit.programs import package, run_python
+from tests.kit.ranks import needs_gloo
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -22,9 +22,10 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from syncbn import convert_model
-from tests.layers import Numbered, as_torch_does, ours
-from tests.sharded import randomized
-from tests.stepping import assert_alike, batch, inner, network
+from tests.kit.layers import Numbered
+from tests.kit.shards import randomized
+from tests.kit.steps import assert_alike, batch, inner, network
+from tests.kit.wrappers import as_torch_does, ours
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,7 @@ from torch.utils import cpp_extension
 
 from replication._torch import has_kernels
 from syncbn import channels
-from tests import fused
+from tests.kit import stand_in_kernels
 
 #: The type of the devices.
 NAME = "sim"
@@ -100,7 +100,7 @@ def register(is_hollow: bool = False) -> None:
     if is_hollow:
         library.register_hollow_kernels()
         return
-    for name, kernel in fused.KERNELS.items():
+    for name, kernel in stand_in_kernels.KERNELS.items():
         fused_kernels.impl(name, as_one_kernel(kernel), "PrivateUse1")
 
 

@@ -13,9 +13,9 @@ from replication import DataParallel
 from replication.devices import default_devices
 from syncbn import channels, convert_model
 from tests import accelerator
-from tests.collective_cases import CASES, derivatives, in_replicas, leaves
-from tests.devices import ACCELERATORS, HOME, has_simulated
-from tests.sharded import randomized
+from tests.kit.collectives import CASES, derivatives, in_replicas, leaves
+from tests.kit.devices import ACCELERATORS, HOME, has_simulated
+from tests.kit.shards import randomized
 
 pytestmark = [
     pytest.mark.accelerator,

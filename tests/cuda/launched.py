@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from tests.deadlines import DEADLINE, ends
+from tests.kit.deadlines import DEADLINE, ends
 
 #: Not forked from this process, in which CUDA may have begun.
 _context = multiprocessing.get_context("spawn")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.layers import LAYERS
+from tests.kit.layers import LAYERS
 
 #: The CUDA devices of this machine.
 DEVICES = [f"cuda:{i}" for i in range(torch.cuda.device_count())]

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
-from tests.collective_cases import CASES, leaves, reduced
 from tests.cuda.matrix import (
     SIZES,
     Precision,
@@ -31,7 +30,8 @@ from tests.cuda.matrix import (
     state_of,
     step,
 )
-from tests.layers import Recomputed
+from tests.kit.collectives import CASES, leaves, reduced
+from tests.kit.layers import Recomputed
 
 IMAGES = Samples((6, 4, 5))
 

@@ -1,7 +1,7 @@
 """The CPU's five kernels take what CUDA's take, refuse what they refuse, and return the same.
 
 So a test on the CPU sees what a GPU would refuse. The same holds for the stand-ins of the tests,
-`tests.fused`, which may refuse more.
+`tests.kit.stand_in_kernels`, which may refuse more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from syncbn.channels import accumulation_dtype
 from syncbn.kernels import ON_CPU, Kernels, kernels_for
 from tests.cuda.matrix import skip_file_without
-from tests.fused import AS_ON_ACCELERATORS
+from tests.kit.stand_in_kernels import AS_ON_ACCELERATORS
 
 skip_file_without(1)
 pytestmark = pytest.mark.gpu

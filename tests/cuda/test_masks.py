@@ -10,7 +10,7 @@ import torch
 
 from replication import DataParallel
 from tests.cuda.matrix import DEVICES, skip_file_without
-from tests.padded import Masked, assert_same, expected, mask_of, padded, stepped
+from tests.kit.padded import Masked, assert_same, expected, mask_of, padded, stepped
 
 skip_file_without(1)
 pytestmark = pytest.mark.gpu

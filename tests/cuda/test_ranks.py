@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.collective_cases import CASES, OPS
 from tests.cuda import rank_cases
 from tests.cuda.launched import Ranks
 from tests.cuda.matrix import OPTIONS, PRECISIONS, SAMPLES, SIZES, skip_file_without
 from tests.cuda.rank_cases import WRAPS
-from tests.pairwise import pairwise
+from tests.kit.collectives import CASES, OPS
+from tests.kit.properties import pairwise
 
 skip_file_without(2)
 pytestmark = pytest.mark.gpu

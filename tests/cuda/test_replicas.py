@@ -17,7 +17,6 @@ from replication import (
     patch_replication_callback,
 )
 from syncbn import SynchronizedBatchNorm2d, convert_model, verify
-from tests.collective_cases import CASES, OPS, derivatives, in_replicas, leaves, reduced
 from tests.cuda.matrix import (
     DEVICES,
     OPTIONS,
@@ -38,8 +37,9 @@ from tests.cuda.matrix import (
     state_of,
     step,
 )
-from tests.layers import Centering, Recomputed
-from tests.pairwise import pairwise
+from tests.kit.collectives import CASES, OPS, derivatives, in_replicas, leaves, reduced
+from tests.kit.layers import Centering, Recomputed
+from tests.kit.properties import pairwise
 
 skip_file_without(1)
 pytestmark = pytest.mark.gpu

@@ -1,1 +1,1 @@
-"""Programs that tests run in a separate process (`tests.processes.program`)."""
+"""Programs that tests run in a separate process (`tests.kit.programs.program`)."""

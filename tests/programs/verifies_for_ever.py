@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replication import verify_ranks
-from tests import checks
+from tests.programs import checks
 
 if __name__ == "__main__":
     verify_ranks(checks.hangs)

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from replication import verify_ranks
-from tests import checks
+from tests.programs import checks
 
 
 def make() -> dict[str, Any]:

@@ -16,8 +16,8 @@ from benchmarks.collectives.__main__ import COLUMNS, merged, row
 from benchmarks.collectives.peers import PEERS, Peer
 from benchmarks.collectives.probes import PROBES, in_replicas, run
 from benchmarks.started import Ended, started
-from tests.deadlines import DEADLINE
-from tests.ranks import needs_gloo
+from tests.kit.deadlines import DEADLINE
+from tests.kit.ranks import needs_gloo
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = PEERS[-1]

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import deadlines
-from tests.deadlines import Deadline, ends, soon
-from tests.processes import ROOT, completed, run_pythons
+from tests.kit import deadlines
+from tests.kit.deadlines import Deadline, ends, soon
+from tests.kit.programs import ROOT, completed, run_pythons
 
 COMPUTES = "sum(i * i for i in range(10**7))"
 
@@ -84,11 +84,13 @@ def test_a_test_that_hangs_ends_with_its_stack_and_the_others_are_reported(tmp_p
     """Long before ``faulthandler_timeout``. Where nothing ends the test, the run ends."""
     conftest = (ROOT / "tests" / "conftest.py").read_text()
     folder = tmp_path / "tests"
-    folder.mkdir()
-    for name in ("__init__.py", "accelerator.py", "properties.py"):  # which no test here needs
-        (folder / name).touch()
-    (folder / "deadlines.py").write_text(
-        (ROOT / "tests" / "deadlines.py")
+    kit = folder / "kit"
+    kit.mkdir(parents=True)
+    unused = "accelerator", "kit/properties", "kit/stand_in_kernels"
+    for name in ("__init__", "kit/__init__", *unused):
+        (folder / f"{name}.py").touch()
+    (kit / "deadlines.py").write_text(
+        (ROOT / "tests" / "kit" / "deadlines.py")
         .read_text()
         .replace("TEST_STALLED = 60.0", "TEST_STALLED = 0.5")
     )

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.example_files import EXAMPLES, load_with_progress
-from tests.processes import run_python
-from tests.ranks import needs_gloo
+from tests.kit.programs import EXAMPLES, load_with_progress, run_python
+from tests.kit.ranks import needs_gloo
 
 pytestmark = pytest.mark.slow
 

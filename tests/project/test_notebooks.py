@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.example_files import EXAMPLES
-from tests.processes import ROOT, run_python
+from tests.kit.programs import EXAMPLES, ROOT, run_python
 
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 NEEDED = ("ipykernel", "ipywidgets", "matplotlib", "nbclient", "sklearn", "tqdm")

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairwise import covering
+from tests.kit.properties import covering
 
 
 @pytest.mark.parametrize("lengths", [[2, 5], [2, 3, 4], [3, 2, 3, 2, 2]], ids=str)

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import replication
 import syncbn
 from replication.sync import rendezvous
-from tests.processes import run_python, run_pythons
-from tests.ranks import as_launched, free_port, needs_gloo, run_ranks
+from tests.kit.programs import run_python, run_pythons
+from tests.kit.ranks import as_launched, free_port, needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 

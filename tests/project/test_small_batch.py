@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.example_files import EXAMPLES, load_with_progress
+from tests.kit.programs import EXAMPLES, load_with_progress
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from syncbn import SynchronizedBatchNorm2d
-from tests.ranks import recorded_collectives, run_ranks
+from tests.kit.ranks import recorded_collectives, run_ranks
 
 pytestmark = pytest.mark.slow
 

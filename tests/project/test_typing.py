@@ -13,7 +13,7 @@ import pytest
 
 import replication
 import syncbn
-from tests.processes import ROOT, completed
+from tests.kit.programs import ROOT, completed
 
 pytestmark = pytest.mark.slow
 

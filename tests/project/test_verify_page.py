@@ -7,8 +7,8 @@ import re
 import pytest
 
 from replication.verify.command import main
-from tests.processes import ROOT
-from tests.ranks import needs_gloo
+from tests.kit.programs import ROOT
+from tests.kit.ranks import needs_gloo
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

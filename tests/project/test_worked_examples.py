@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel, verify_ranks
-from tests.example_files import EXAMPLES, load
-from tests.processes import run_python
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.programs import EXAMPLES, load, run_python
+from tests.kit.ranks import needs_gloo, run_ranks
 
 
 @pytest.mark.parametrize(

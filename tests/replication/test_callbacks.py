@@ -20,7 +20,8 @@ from replication import (
     replicate,
 )
 from syncbn import convert_model
-from tests.layers import Centering, CustomDataParallel
+from tests.kit.layers import Centering
+from tests.kit.wrappers import CustomDataParallel
 
 
 class Recorder(nn.Module):

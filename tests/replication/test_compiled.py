@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import ProcessGroup, ReplicaAware, functional, global_mean
 from replication._torch import COMPILES_COLLECTIVES
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = [
     needs_gloo,

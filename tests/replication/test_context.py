@@ -17,7 +17,7 @@ from replication import (
     execute_replication_callbacks,
     replicate,
 )
-from tests.layers import pickled
+from tests.kit.memory import pickled
 
 
 class Keeps(nn.Module):

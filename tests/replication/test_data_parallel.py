@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import replication
 from replication import DataParallel, data_parallel, patch_replication_callback
 from syncbn import convert_model
-from tests.junk import nested
-from tests.layers import AsTorchDoes, Centering, Echo, Numbered, echoed, ours
-from tests.properties import examples
-from tests.stepping import batch, network, step
+from tests.kit.junk import nested
+from tests.kit.layers import Centering, Echo, Numbered, echoed
+from tests.kit.properties import examples
+from tests.kit.steps import batch, network, step
+from tests.kit.wrappers import AsTorchDoes, ours
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from replication import DataParallel, Scattered, data_parallel, gather, scatter, scatter_kwargs
-from tests.layers import Echo
+from tests.kit.layers import Echo
 
 CPUS = ["cpu", "cpu"]
 

@@ -18,8 +18,8 @@ from replication.devices import (
     parse_devices,
     use_device,
 )
-from tests.junk import X
-from tests.processes import program, run_python
+from tests.kit.junk import X
+from tests.kit.programs import program, run_python
 
 # -- replicas on their devices -----------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from replication import (
     SoloGroup,
     functional,
 )
-from tests.collective_cases import CASES, OPS, derivatives, leaves, upstream
-from tests.layers import outcome_of
-from tests.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.collectives import CASES, OPS, derivatives, leaves, upstream
+from tests.kit.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.threads import outcome_of
 
 #: There is no function that splits a group.
 NAMES = [name for name in CASES if name != "split"]

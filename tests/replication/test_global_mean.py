@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel, ReplicaAware, functional, global_mean
-from tests.layers import outcome_of
-from tests.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.threads import outcome_of
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import JoinableStep, ReplicaAware
 from syncbn import convert_model
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,9 @@ from replication import (
     patch_replication_callback,
 )
 from syncbn import SynchronizedBatchNorm1d
-from tests.layers import HAS_GIL, CustomDataParallel, pickled
+from tests.kit.memory import pickled
+from tests.kit.threads import HAS_GIL
+from tests.kit.wrappers import CustomDataParallel
 
 
 class Total(ReplicaAware, nn.Module):

@@ -24,28 +24,20 @@ from replication import (
 )
 from replication.sync.lifecycle import first_failure_wins, rendezvous_of
 from syncbn import SynchronizedBatchNorm1d
-from tests.deadlines import Deadline, ends, soon
-from tests.layers import (
-    DEADLINE,
+from tests.kit.deadlines import DEADLINE, Deadline, ends, soon
+from tests.kit.layers import Centering, FailsAt, LayerError, Numbered, Recomputed, Repeat
+from tests.kit.memory import copied_each_way, freed, no_garbage_collection
+from tests.kit.threads import outcome_of
+from tests.kit.wrappers import (
     AsTorchDoes,
     ByForward,
     ByPlainThreads,
-    Centering,
     CustomDataParallel,
-    FailsAt,
-    LayerError,
-    Numbered,
-    Recomputed,
-    Repeat,
     Stock,
     SwallowingErrors,
     as_torch_does,
-    copied_each_way,
     customized,
-    freed,
-    no_garbage_collection,
     ours,
-    outcome_of,
     patched,
 )
 

@@ -22,9 +22,12 @@ from replication import (
     parallel_apply,
     replicate,
 )
-from tests.layers import DEADLINE, Centering, freed, no_garbage_collection, together
-from tests.processes import program, run_pythons
-from tests.sharded import BATCH, norm
+from tests.kit.deadlines import DEADLINE
+from tests.kit.layers import Centering
+from tests.kit.memory import freed, no_garbage_collection
+from tests.kit.programs import program, run_pythons
+from tests.kit.shards import BATCH, norm
+from tests.kit.threads import together
 
 
 class Call(nn.Module):

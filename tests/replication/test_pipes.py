@@ -24,17 +24,10 @@ from replication import (
     replicate,
 )
 from replication.sync.lifecycle import this_thread
-from tests.layers import (
-    DEADLINE,
-    Centering,
-    Numbered,
-    WithMaster,
-    freed,
-    no_garbage_collection,
-    outcome_of,
-    together,
-    values,
-)
+from tests.kit.deadlines import DEADLINE
+from tests.kit.layers import Centering, Numbered, WithMaster
+from tests.kit.memory import freed, no_garbage_collection
+from tests.kit.threads import outcome_of, together, values
 
 
 def echo(messages: Any) -> Any:

@@ -28,10 +28,10 @@ from replication import (
 )
 from replication._torch import gathered, timeout_of
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.collective_cases import CASES, EACH, OPS, derivatives, leaves, upstream
-from tests.layers import outcome_of
-from tests.processes import program, run_python
-from tests.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
+from tests.kit.collectives import CASES, EACH, OPS, derivatives, leaves, upstream
+from tests.kit.programs import program, run_python
+from tests.kit.ranks import TIMEOUT, needs_gloo, recorded_collectives, run_ranks
+from tests.kit.threads import outcome_of
 
 pytestmark = needs_gloo
 

@@ -20,8 +20,9 @@ from hypothesis.stateful import (
 from replication import ReplicaFailed, ReplicasDiverged
 from replication.sync import rendezvous as module
 from replication.sync.rendezvous import Exchange, Place, Rendezvous, Wait
-from tests.layers import DEADLINE, Outcome, outcome_of, soon, together, values
-from tests.properties import examples
+from tests.kit.deadlines import DEADLINE, soon
+from tests.kit.properties import examples
+from tests.kit.threads import Outcome, outcome_of, together, values
 
 
 class Waiting:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from replication import DataParallel, Group, ReplicaAware, ReplicationError, SyncMaster
 from syncbn import SynchronizedBatchNorm1d
-from tests.collective_cases import (
+from tests.kit.collectives import (
     CASES,
     EACH,
     OPS,
@@ -27,9 +27,9 @@ from tests.collective_cases import (
     reduced,
     upstream,
 )
-from tests.devices import several
-from tests.junk import COLLECTIVES
-from tests.layers import outcome_of, together, until_others_wait, values
+from tests.kit.devices import several
+from tests.kit.junk import COLLECTIVES
+from tests.kit.threads import outcome_of, together, until_others_wait, values
 
 cases = pytest.mark.parametrize("name", CASES)
 sizes = pytest.mark.parametrize("size", [1, 3])

@@ -15,8 +15,11 @@ from torch.autograd import forward_ad
 from replication import DataParallel, execute_replication_callbacks, replicate
 from replication._torch import HOOKS
 from syncbn import SynchronizedBatchNorm2d
-from tests.layers import WRAPS, Numbered, no_garbage_collection, profiled
-from tests.sharded import BATCH, norm, whole_batch
+from tests.kit.layers import Numbered
+from tests.kit.memory import no_garbage_collection
+from tests.kit.shards import BATCH, norm, whole_batch
+from tests.kit.threads import profiled
+from tests.kit.wrappers import WRAPS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

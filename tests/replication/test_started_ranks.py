@@ -13,10 +13,10 @@ import pytest
 
 from replication import ReplicationError, verify_ranks
 from replication.verify import server
-from tests import checks
-from tests.deadlines import soon
-from tests.processes import environment, program, run_python
-from tests.ranks import needs_gloo
+from tests.kit.deadlines import soon
+from tests.kit.programs import environment, program, run_python
+from tests.kit.ranks import needs_gloo
+from tests.programs import checks
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

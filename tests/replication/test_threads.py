@@ -15,8 +15,10 @@ import torch
 
 from replication import patch_replication_callback
 from replication.steps import threads
-from tests.deadlines import DEADLINE, soon
-from tests.layers import Stock, freed, together
+from tests.kit.deadlines import DEADLINE, soon
+from tests.kit.memory import freed
+from tests.kit.threads import together
+from tests.kit.wrappers import Stock
 from tests.replication.test_parallel_apply import Call, Token, apply, seen
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree
 
 from replication import DataParallel, Scattered, gather, replicate, scatter, scatter_kwargs
 from replication.tree import leaves_of, replace_leaves
-from tests.layers import freed, no_garbage_collection
+from tests.kit.memory import freed, no_garbage_collection
 
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).view(3, 2)

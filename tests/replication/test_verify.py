@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, Scattered
 from syncbn import convert_model, verify
-from tests.layers import Centering, Numbered
+from tests.kit.layers import Centering, Numbered
 
 CPUS = ["cpu"] * 3
 

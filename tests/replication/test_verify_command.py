@@ -8,21 +8,22 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from replication.verify.command import found, main
-from tests.processes import ROOT, run_python
-from tests.ranks import as_launched, free_port, needs_gloo, run_ranks
+from tests.kit.programs import ROOT, run_python
+from tests.kit.ranks import as_launched, free_port, needs_gloo, run_ranks
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 
-FILE = "tests/checks.py"
+FILE = "tests/programs/checks.py"
+CHECKS = "tests.programs.checks"
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "texts"),
     [
         (
-            ["tests.checks:equal", "--ranks", "2,3"],
+            [f"{CHECKS}:equal", "--ranks", "2,3"],
             0,
-            ["tests.checks:equal, 2 ranks (cpu, gloo) ...", "2 ranks: equal", "3 ranks: equal"],
+            [f"{CHECKS}:equal, 2 ranks (cpu, gloo) ...", "2 ranks: equal", "3 ranks: equal"],
         ),
         (
             [f"{ROOT}/{FILE}:sum_of_samples"],
@@ -30,7 +31,7 @@ FILE = "tests/checks.py"
             ["Every gradient is 1/2 of one device's"],
         ),
         (
-            ["tests.checks:raises", "tests.checks:equal"],
+            [f"{CHECKS}:raises", f"{CHECKS}:equal"],
             1,
             ["OSError: no such file", "in rank 1:", "2 ranks: equal"],
         ),
@@ -44,18 +45,18 @@ def test_statuses(arguments, status, texts, capsys):
 
 
 BAD = {
-    "tests.checks": "expected checks.py:make or module:make",
-    "tests.checks:nothing": "has no attribute 'nothing'",
+    CHECKS: "expected checks.py:make or module:make",
+    f"{CHECKS}:nothing": "has no attribute 'nothing'",
     "nothing:make": "No module named 'nothing'",
     "nothing.py:make": "there is no file 'nothing.py'",
-    "tests.checks:__doc__": "expected a function (got str",
+    f"{CHECKS}:__doc__": "expected a function (got str",
 }
 
 
 @pytest.mark.parametrize("check", BAD)
 def test_a_wrong_name_has_status_2(check, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["tests.checks:equal", check])
+        main([f"{CHECKS}:equal", check])
     assert ended.value.code == 2
     assert BAD[check] in capsys.readouterr().err
 
@@ -63,7 +64,7 @@ def test_a_wrong_name_has_status_2(check, capsys):
 @pytest.mark.parametrize("ranks", ["1", "two", "2,,3", ""])
 def test_a_wrong_number_of_ranks_has_status_2(ranks, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["tests.checks:equal", f"--ranks={ranks},1"])
+        main([f"{CHECKS}:equal", f"--ranks={ranks},1"])
     assert ended.value.code == 2
 
 
@@ -85,7 +86,7 @@ def launched(rank: int, port: int, arguments: list[str]) -> tuple[object, str]:
 
 @pytest.mark.parametrize(
     ("check", "status"),
-    [("tests.checks:equal", 0), ("tests.checks:sum_of_samples", 1), ("tests.checks:nothing", 2)],
+    [(f"{CHECKS}:equal", 0), (f"{CHECKS}:sum_of_samples", 1), (f"{CHECKS}:nothing", 2)],
 )
 def test_the_ranks_of_torchrun_have_one_status_and_the_first_prints(check, status):
     (first, printed), (second, other) = run_ranks(2, launched, free_port(), [check])

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from replication import ReplicaAware, verify, verify_ranks
-from tests import checks
-from tests.ranks import needs_gloo
+from tests.kit.ranks import needs_gloo
+from tests.programs import checks
 
 ONLY_GRADIENTS = ": only gradients differ.\n"
 LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"

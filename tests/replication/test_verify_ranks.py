@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import ReplicaAware
 from syncbn import DataParallel, convert_model, verify
-from tests.layers import outcome_of
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.ranks import needs_gloo, run_ranks
+from tests.kit.threads import outcome_of
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 

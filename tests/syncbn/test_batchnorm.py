@@ -19,12 +19,11 @@ from syncbn import (
     SynchronizedBatchNorm3d,
     convert_model,
 )
-from tests import oracle
-from tests.devices import several
-from tests.layers import LAYERS
-from tests.pairwise import pairwise
-from tests.properties import examples
-from tests.sharded import assert_reads_no_value, randomized, run_sharded
+from tests.kit import oracle
+from tests.kit.devices import several
+from tests.kit.layers import LAYERS
+from tests.kit.properties import examples, pairwise
+from tests.kit.shards import assert_reads_no_value, randomized, run_sharded
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
 

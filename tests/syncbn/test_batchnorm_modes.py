@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from replication import DataParallel, execute_replication_callbacks, replicate
 from syncbn import SynchronizedBatchNorm1d, convert_model
-from tests.layers import WRAPS
-from tests.sharded import randomized
+from tests.kit.shards import randomized
+from tests.kit.wrappers import WRAPS
 
 
 @pytest.mark.parametrize("track", [True, False])

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from replication import DataParallel
 from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d
-from tests import layouts, oracle
-from tests.devices import several
-from tests.layers import LAYERS, WRAPS, outcome_of
-from tests.pairwise import pairwise
-from tests.sharded import eps_mode, randomized, run_sharded
+from tests.kit import oracle
+from tests.kit import shards as of_kit
+from tests.kit.devices import several
+from tests.kit.layers import LAYERS
+from tests.kit.properties import pairwise
+from tests.kit.shards import eps_mode, randomized, run_sharded
+from tests.kit.threads import outcome_of
+from tests.kit.wrappers import WRAPS
 
 pytestmark = pytest.mark.accelerator
 
@@ -108,8 +111,8 @@ def test_buffers_keep_their_identity_and_have_the_numbers_of_one_device(wrap, mo
 # -- layouts -----------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    **layouts.LAYOUTS,
-    "channels_last": layouts.channels_last,
+    **of_kit.LAYOUTS,
+    "channels_last": of_kit.channels_last,
     "rows and columns exchanged": lambda x: x.mT.contiguous().mT,
     "expanded over rows": lambda x: x[:, :, :1].expand_as(x),
 }

@@ -12,7 +12,7 @@ from torch import nn
 import replication
 import syncbn
 from syncbn import patch_sync_batchnorm
-from tests.processes import run_python
+from tests.kit.programs import run_python
 
 LAYERS = ["SynchronizedBatchNorm1d", "SynchronizedBatchNorm2d", "SynchronizedBatchNorm3d"]
 FUNCTIONS = ["set_sbn_eps_mode", "patch_sync_batchnorm", "convert_model"]

@@ -24,8 +24,8 @@ from replication._torch import COMPILES_COLLECTIVES
 from syncbn import convert_model
 from syncbn.statistics import Epsilon
 from syncbn.textbook import batch_norm
-from tests.layers import Recomputed
-from tests.ranks import needs_gloo, run_ranks
+from tests.kit.layers import Recomputed
+from tests.kit.ranks import needs_gloo, run_ranks
 
 one_graph = pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="this torch breaks the graph")
 needs_cpp_compiler = pytest.mark.skipif(

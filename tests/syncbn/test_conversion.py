@@ -34,7 +34,9 @@ from syncbn import (
     summary,
     verify,
 )
-from tests.layers import Centering, CustomDataParallel, Fused, SyncFused, ours, patched
+from tests.kit.layers import Centering, Fused, SyncFused
+from tests.kit.steps import step
+from tests.kit.wrappers import CustomDataParallel, ours, patched
 from tests.older_toolkit.batchnorm import (
     Base,
     BatchNorm1dOlder,
@@ -42,7 +44,6 @@ from tests.older_toolkit.batchnorm import (
     BatchNorm2dOlder,
     BatchNorm3dOlder,
 )
-from tests.stepping import step
 
 
 class Block(nn.Module):

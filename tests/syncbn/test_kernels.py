@@ -13,10 +13,9 @@ from syncbn import SynchronizedBatchNorm2d, kernels
 from syncbn.channels import in_format_of
 from syncbn.kernels import ON_CPU, kernels_for
 from syncbn.statistics import moments
-from tests import fused as contract
-from tests.layouts import LAYOUTS, batch_of, channels_last
-from tests.pairwise import pairwise
-from tests.sharded import run_sharded
+from tests.kit import stand_in_kernels as contract
+from tests.kit.properties import pairwise
+from tests.kit.shards import LAYOUTS, batch_of, channels_last, run_sharded
 
 EPS = 1e-5
 

@@ -11,7 +11,8 @@ from torch import nn
 from replication import DataParallel, patch_replication_callback
 from replication.groups.registry import ProcessGroupHandle
 from syncbn import SynchronizedBatchNorm1d, convert_model, summary
-from tests.layers import CustomDataParallel, Fused
+from tests.kit.layers import Fused
+from tests.kit.wrappers import CustomDataParallel
 
 
 class Mine(SynchronizedBatchNorm1d):

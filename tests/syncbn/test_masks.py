@@ -16,11 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, ReplicasDiverged, ReplicationError
 from syncbn import SynchronizedBatchNormNd, verify
-from tests import oracle
-from tests.devices import several
-from tests.layers import outcome_of
-from tests.layouts import channels_last
-from tests.padded import (
+from tests.kit import oracle
+from tests.kit.devices import several
+from tests.kit.padded import (
     EXACT,
     NAN,
     Masked,
@@ -32,9 +30,10 @@ from tests.padded import (
     stepped,
     valid,
 )
-from tests.pairwise import pairwise
-from tests.ranks import needs_gloo, run_ranks
-from tests.sharded import assert_reads_no_value, eps_mode
+from tests.kit.properties import pairwise
+from tests.kit.ranks import needs_gloo, run_ranks
+from tests.kit.shards import assert_reads_no_value, channels_last, eps_mode
+from tests.kit.threads import outcome_of
 
 #: What follows the channels in the shape of a batch, by its dimensions.
 SHAPES = {0: (), 1: (6,), 2: (4, 3), 3: (2, 3, 2)}

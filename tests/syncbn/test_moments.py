@@ -7,8 +7,8 @@ import torch
 
 from syncbn import statistics as measuring
 from syncbn.statistics import moments
-from tests.layouts import batch_of, channels_last, channels_of
-from tests.pairwise import pairwise
+from tests.kit.properties import pairwise
+from tests.kit.shards import batch_of, channels_last, channels_of
 
 #: Few values, rows of many, and many values in no such rows.
 SHAPES = [(40, 3), (2, 3, 5, 4), (3, 5, 90, 70), (4, 2100, 3, 3), (70_000, 1)]

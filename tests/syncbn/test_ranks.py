@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm1d, batchnorm, convert_model
 from syncbn.kernels import Kernels, kernels_for
-from tests import fused, oracle
-from tests.layers import Recomputed, Stop, outcome_of
-from tests.ranks import needs_gloo, recorded_collectives, run_ranks
-from tests.sharded import assert_reads_no_value, randomized
+from tests.kit import oracle, stand_in_kernels
+from tests.kit.layers import Recomputed, Stop
+from tests.kit.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.shards import assert_reads_no_value, randomized
+from tests.kit.threads import outcome_of
 
 pytestmark = needs_gloo
 shards_on_cpus = pytest.mark.skipif(
@@ -36,7 +37,7 @@ shards_on_cpus = pytest.mark.skipif(
 #: does not know the counts of other ranks.
 WAYS = ["cpu", "accelerator"]
 
-OF_ACCELERATORS = Kernels(*fused.KERNELS.values())
+OF_ACCELERATORS = Kernels(*stand_in_kernels.KERNELS.values())
 
 
 def go(way: str) -> None:

@@ -28,9 +28,9 @@ from replication import DataParallel, ReplicaAware, ReplicationError
 from syncbn import SynchronizedBatchNorm1d, convert_model
 from syncbn.replicas import PastCall, recall
 from syncbn.statistics import KernelMoments
-from tests.devices import HOME, several
-from tests.layers import freed
-from tests.sharded import Sharded, randomized, run_sharded
+from tests.kit.devices import HOME, several
+from tests.kit.memory import freed
+from tests.kit.shards import Sharded, randomized, run_sharded
 
 pytestmark = pytest.mark.accelerator
 

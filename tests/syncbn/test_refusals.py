@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from replication import ProcessGroup
 from syncbn import SynchronizedBatchNorm1d
-from tests.junk import (
+from tests.kit.junk import (
     COLLECTIVES,
     FLOATS,
     KINDS,
@@ -24,10 +24,11 @@ from tests.junk import (
     refused,
     shapes,
 )
-from tests.layers import LAYERS, outcome_of
-from tests.properties import examples
-from tests.ranks import run_ranks
-from tests.sharded import run_sharded
+from tests.kit.layers import LAYERS
+from tests.kit.properties import examples
+from tests.kit.ranks import run_ranks
+from tests.kit.shards import run_sharded
+from tests.kit.threads import outcome_of
 
 layers = st.fixed_dictionaries(
     {

@@ -20,13 +20,13 @@ from syncbn import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, replicas
 from syncbn.kernels import ON_CPU
 from syncbn.replicas import LARGEST_JOINED, _gradients
 from syncbn.statistics import KernelMoments
-from tests import fused as stand_ins
-from tests import oracle
-from tests.deadlines import DEADLINE, soon
-from tests.layers import KNOWS_HOOKS, Recomputed, Stop, freed, knows_hooks, no_garbage_collection
-from tests.layouts import LAYOUTS
-from tests.pairwise import pairwise
-from tests.sharded import Sharded, eps_mode, randomized, run_sharded
+from tests.kit import oracle
+from tests.kit import stand_in_kernels as stand_ins
+from tests.kit.deadlines import DEADLINE, soon
+from tests.kit.layers import KNOWS_HOOKS, Recomputed, Stop, knows_hooks
+from tests.kit.memory import freed, no_garbage_collection
+from tests.kit.properties import pairwise
+from tests.kit.shards import LAYOUTS, Sharded, eps_mode, randomized, run_sharded
 
 #: For tests in which the CPU computes small shards on both of its roads.
 both_ways = pytest.mark.usefixtures("both_ways")

@@ -21,8 +21,8 @@ from torch import distributed, nn
 import syncbn.__main__ as check
 from replication import SoloGroup
 from syncbn import SynchronizedBatchNorm2d, verify
-from tests.processes import ROOT, run_python
-from tests.ranks import as_launched, free_port, needs_gloo, run_ranks, started_ranks
+from tests.kit.programs import ROOT, run_python
+from tests.kit.ranks import as_launched, free_port, needs_gloo, run_ranks, started_ranks
 
 
 @pytest.fixture

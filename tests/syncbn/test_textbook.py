@@ -12,8 +12,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from syncbn.statistics import Epsilon
 from syncbn.textbook import exact_batch_norm
-from tests.layouts import LAYOUTS, channels_last, with_odd_strides
-from tests.pairwise import pairwise
+from tests.kit.properties import pairwise
+from tests.kit.shards import LAYOUTS, channels_last, with_odd_strides
 
 
 def normalized(

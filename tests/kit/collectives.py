@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from replication import Group, SoloGroup, execute_replication_callbacks, parallel_apply, replicate
-from tests.devices import several
+from tests.kit.devices import several
 
 #: The tensors that one member has, or gets.
 Tensors = tuple[Tensor, ...]

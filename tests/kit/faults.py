@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from syncbn import SynchronizedBatchNorm1d
-from tests import stepping
-from tests.layers import Centering, Numbered, Run
+from tests.kit import steps
+from tests.kit.layers import Centering, Numbered
+from tests.kit.wrappers import Run
 
 
 class Fault:
@@ -141,5 +142,5 @@ def assert_next_step_is_exact(
     run: Run, net: nn.Module, twin: nn.Module, step: tuple[Tensor, Tensor] | None = None
 ) -> None:
     x, dy = step or batch()
-    expected = stepping.step(twin, twin, x, dy)
-    torch.testing.assert_close(stepping.step(run, net, x, dy), expected, rtol=1e-10, atol=1e-12)
+    expected = steps.step(twin, twin, x, dy)
+    torch.testing.assert_close(steps.step(run, net, x, dy), expected, rtol=1e-10, atol=1e-12)

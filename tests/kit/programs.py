@@ -1,4 +1,4 @@
-"""Runs Python in another process, with the packages of this checkout."""
+"""Python in another process, the programs in ``examples/``, and other people's packages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from tests.deadlines import Deadline
+import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.kit.deadlines import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -73,3 +81,41 @@ def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # A pytest that a test runs does not take over the options of the one that runs now.
     return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Returns a new module for each test."""
+    spec = spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_with_progress(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As `load`, of one that shows a progress bar, whose own thread would outlive the test."""
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(module.tqdm, "monitor_interval", 0)
+    return module
+
+
+def package(name: str, extra: str = "models") -> Any:
+    """Imports a package, which takes seconds, or skips the test."""
+    _import_torchvision()
+    return pytest.importorskip(name, reason=f"pip install '.[{extra}]'")
+
+
+@lru_cache
+def _import_torchvision() -> None:
+    """Imports it before the packages that use it, if it is there."""
+    if find_spec("torchvision") is None:
+        return
+    try:
+        import_module("torchvision")
+    except RuntimeError:  # of the torchvision for CUDA, which lacks operators beside a CPU torch
+        for operator in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{operator}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
+        import_module("torchvision")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import oracle
-from tests.layers import LAYERS
-from tests.sharded import randomized
+from tests.kit import oracle
+from tests.kit.layers import LAYERS
+from tests.kit.shards import randomized
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from replication import Group
-from tests.layers import Outcome, outcome_of
+from tests.kit.threads import Outcome, outcome_of
 
 #: What a caller can be told. A NotImplementedError is a RuntimeError.
 REFUSALS = (TypeError, ValueError, IndexError, RuntimeError)

@@ -23,7 +23,7 @@ from torch import Tensor, distributed
 from replication import _torch
 from replication._torch import ENDS_WITH_GIL
 from replication.groups import processes
-from tests.deadlines import DEADLINE, ends
+from tests.kit.deadlines import DEADLINE, ends
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),

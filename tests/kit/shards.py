@@ -1,9 +1,11 @@
-"""Runs a layer over shards that need not be what a scatter would make of a batch."""
+"""Shards that need not be what a scatter would make of a batch, and memory layouts."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from replication import execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm1d, set_sbn_eps_mode
-from tests.devices import several
+from tests.kit.devices import several
 
 #: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
 not_joined_only = pytest.mark.parametrize("both_ways", ["not joined"], indirect=True)
@@ -84,3 +86,34 @@ def assert_reads_no_value(model: nn.Module, weight: Tensor, x: Tensor, second: b
         assert weight.grad.shape == weight.shape
     with pytest.raises(RuntimeError, match="meta"):
         dx.sum().item()
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda x: torch.stack((x, x), -1)[..., 0],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """A copy with the channels last, for any number of dimensions."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def channels_of(x: Tensor) -> Tensor:
+    """The values of each channel in float64, ``(C, n)``."""
+    return x.double().transpose(0, 1).flatten(1)
+
+
+def with_odd_strides(x: Tensor, layout: str, generator: random.Random) -> Tensor:
+    """The same values in one format, with any strides where a dimension has length 1."""
+    x = LAYOUTS[layout](x)
+    steps = zip(x.shape, x.stride(), strict=True)
+    strides = [generator.choice((0, 1, 17, 170)) if n == 1 else step for n, step in steps]
+    return x.as_strided(x.shape, strides)
+
+
+def batch_of(shape: tuple[int, ...], mean: float = 0.0, **options: Any) -> Tensor:
+    return (torch.randn(shape) * 2 + mean).to(**options)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.layers import as_torch_does, ours
-from tests.sharded import randomized
+from tests.kit.shards import randomized
+from tests.kit.wrappers import as_torch_does, ours
 
 
 def network() -> nn.Module:

@@ -216,11 +216,18 @@ def _warn_of_unsynchronized(module: nn.Module, result: Summary) -> None:
                 )
         warn("\n".join(lines), UnsynchronizedWarning)
     elif not any(isinstance(m, ReplicaAware) or _FORMER in vars(m) for m in module.modules()):
-        warn(
-            f"convert_model found no batch norm in {type(module).__name__}; convert the model "
-            "after its layers were made",
-            UnsynchronizedWarning,
-        )
+        # Layers whose statistics and parameters are constants, as in the detectors of torchvision
+        # and detectron2, have no class in common.
+        layers = module.named_modules()
+        frozen = [f"`{path}`" for path, m in layers if "FrozenBatchNorm" in type(m).__name__]
+        found = f"convert_model found no batch norm in {type(module).__name__}"
+        if frozen:
+            found += f" that trains (got frozen layers: {first_of(frozen)}); leave them, or build"
+            remedy = "the model with nn.BatchNorm2d, for example by norm_layer="
+        else:
+            found += "; convert the model"
+            remedy = "after its layers were made"
+        warn(f"{found} {remedy}", UnsynchronizedWarning)
 
 
 def revert_model(module: ModuleT) -> ModuleT:

@@ -329,6 +329,17 @@ def test_model_without_batch_norm_is_warned_of_at_the_users_line():
     assert [warning.filename for warning in caught] == [__file__]
 
 
+class FrozenBatchNorm2d(nn.Module):
+    """As torchvision's: constants, and no class in common with batch norm."""
+
+
+def test_a_network_whose_batch_norm_is_frozen_is_told_so():
+    net = nn.Sequential(nn.Conv2d(3, 2, 1), FrozenBatchNorm2d())
+    text = "found no batch norm in Sequential that trains (got frozen layers: `1`); leave them"
+    with pytest.warns(UnsynchronizedWarning, match=re.escape(text)):
+        assert convert_model(net) is net
+
+
 class Aware(ReplicaAware, nn.Module):
     """A user's connected layer."""
 

@@ -58,6 +58,7 @@ from syncbn import (
     stand_in_for,
     summary,
     verify,
+    verify_ranks,
 )
 
 
@@ -117,6 +118,7 @@ def checks(net: nn.Module, batch: Tensor) -> None:
     result = verify(net, (batch, batch), ["cpu", 0, torch.device("cpu")], dtype=torch.float32)
     assert_type(result, Verification)
     assert_type(result.first_difference, Difference | None)
+    assert_type(verify_ranks(lambda: {"model": net, "batch": batch}, 2).check(), Verification)
 
 
 def trains(net: nn.Sequential, batch: Tensor) -> None:

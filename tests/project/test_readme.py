@@ -208,7 +208,7 @@ def test_examples_print_what_they_show(text, where):
 
 
 def differences():
-    """Both sides of the diffs of the README: for replicas, and for processes."""
+    """Both sides of the diffs of the README: for processes, for replicas, and of a loss."""
     for language, text in fenced(README):
         if language == "diff":
             lines = text.splitlines()
@@ -226,10 +226,30 @@ def models(difference, **names):
 
 
 def test_the_difference_for_replicas_synchronizes():
-    (before, after), _ = differences()
+    _, (before, after), _ = differences()
     plain, model = models((before, after.replace("(net))", '(net), ["cpu"] * 2)')))
     assert type(plain) is nn.DataParallel and type(model) is syncbn.DataParallel
     assert syncbn.verify(model, torch.randn(8, 3))
+
+
+def losses_of_both_sides(rank, difference, losses, valid):
+    """The loss of this rank's part of a batch, before and after the diff."""
+    found = []
+    for code in difference:
+        namespace = {"losses": losses.chunk(2)[rank], "valid": valid.chunk(2)[rank]}
+        exec(code, namespace)
+        found.append(namespace["loss"])
+    return found
+
+
+@needs_gloo
+def test_the_difference_of_a_loss_counts_all_ranks():
+    _, _, difference = differences()
+    losses, valid = torch.randn(8), torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0])
+    expected = (losses * valid).sum() / valid.sum()
+    for own, whole in run_ranks(2, losses_of_both_sides, difference, losses, valid):
+        torch.testing.assert_close(whole, expected)
+        assert not torch.allclose(own, expected)
 
 
 def statistics_of_both_sides(rank, difference, x):
@@ -243,7 +263,7 @@ def statistics_of_both_sides(rank, difference, x):
 
 @needs_gloo
 def test_the_difference_for_processes_synchronizes():
-    _, difference = differences()
+    difference, _, _ = differences()
     x = torch.cat([torch.zeros(4, 3), torch.ones(4, 3)])
     (plain, synchronized), (others, same) = run_ranks(2, statistics_of_both_sides, difference, x)
     assert not plain.equal(others) and synchronized.equal(same)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from tests.kit.deadlines import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+
+needs_cpp_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
+)
 
 
 def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

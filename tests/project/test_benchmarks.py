@@ -22,8 +22,8 @@ from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
 from tests import accelerator
+from tests.kit.programs import needs_cpp_compiler
 from tests.kit.ranks import needs_gloo
-from tests.syncbn.test_compiled import needs_cpp_compiler
 
 #: Small ones, in float64.
 SMALL = {

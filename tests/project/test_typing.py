@@ -17,7 +17,7 @@ from tests.kit.programs import ROOT, completed
 
 pytestmark = pytest.mark.slow
 
-USES, MISUSES = (ROOT / "tests" / f"typed_{name}.py" for name in ("uses", "misuses"))
+USES, MISUSES = (ROOT / "tests" / "project" / f"typed_{name}.py" for name in ("uses", "misuses"))
 
 #: Errors in one file: the line and the kind of each.
 Errors = set[tuple[int, str]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import ProcessGroup, ReplicaAware, functional, global_mean
 from replication._torch import COMPILES_COLLECTIVES
+from tests.kit.programs import needs_cpp_compiler
 from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = [
     needs_gloo,
     pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="this torch breaks the graph"),
 ]
-needs_cpp_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
-)
 
 
 @contextmanager

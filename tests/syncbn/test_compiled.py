@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +24,10 @@ from syncbn import convert_model
 from syncbn.statistics import Epsilon
 from syncbn.textbook import batch_norm
 from tests.kit.layers import Recomputed
+from tests.kit.programs import needs_cpp_compiler
 from tests.kit.ranks import needs_gloo, run_ranks
 
 one_graph = pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="this torch breaks the graph")
-needs_cpp_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler"
-)
 pytestmark = needs_gloo
 
 

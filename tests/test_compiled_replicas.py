@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -13,14 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel
 from syncbn import convert_model, verify
+from tests.kit.programs import needs_cpp_compiler
 from tests.kit.ranks import needs_gloo, run_ranks
 
 pytestmark = pytest.mark.slow
 
 #: The first two trace and differentiate as the last one does, which needs a C++ compiler.
 BACKENDS = ["eager", "aot_eager", "inductor"]
-HAS_CPP_COMPILER = bool(shutil.which("g++") or shutil.which("clang++"))
-needs_cpp_compiler = pytest.mark.skipif(not HAS_CPP_COMPILER, reason="there is no C++ compiler")
 backends = pytest.mark.parametrize(
     "backend", [*BACKENDS[:2], pytest.param(BACKENDS[2], marks=needs_cpp_compiler)]
 )

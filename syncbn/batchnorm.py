@@ -380,7 +380,7 @@ def _synchronized(
     count_batch: CountBatch,
     padding: Tensor | None,
 ) -> Tensor:
-    """Normalizes a shard with the moments of the whole batch, by the textbook or a fast road."""
+    """Normalizes a shard with the moments of the whole batch, by the textbook or a fast path."""
     original = arguments.x
     x = original if type(original) is Tensor else original.as_subclass(Tensor)
     if 1 in x.shape:

@@ -1,4 +1,4 @@
-"""The road of ranks: a call of a layer in one of several processes, from top to bottom.
+"""The fast path of ranks: a call of a layer in one of several processes, from top to bottom.
 
     x  ──▶ moments of the shard ──▶ gathered ──▶ moments of the batch ──▶ y
     dy ──▶ two sums of the shard ──▶ summed ──▶ dx

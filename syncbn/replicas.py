@@ -23,7 +23,7 @@ Replicas run in threads. The code below has these numbers:
 
 On accelerators the last to arrive also launches the kernels of steps 2 and 6 for all shards (see
 `syncbn.kernels`): a launch costs the host more than a small layer takes to compute, and threads
-that compete for the GIL launch more slowly. Small shards on the CPU take a shorter road, which
+that compete for the GIL launch more slowly. Small shards on the CPU take a shorter path, which
 replaces steps 4 to 10 (see `joined`).
 
 An activation checkpoint calls the layer again in backward, where no other replica would answer. So
@@ -353,7 +353,7 @@ def recall(past_calls: Sequence[PastCall], own: KernelMoments, x: Tensor, where:
 
     torch does not say which call that is. It is the one whose moments are nearest. They need
     not be equal, because some devices are not deterministic. This is the most fragile idea of the
-    road: it is a guess, from a distance. It errs loudly, where two calls are equally near.
+    path: it is a guess, from a distance. It errs loudly, where two calls are equally near.
     """
     # A call that made no graph, as in a checkpoint with use_reentrant=True, gives none later.
     makes_graph = torch.is_grad_enabled()

@@ -18,14 +18,14 @@ it the two sums in the gradient of x (section 3 of the same paper) span the whol
     dx = (dy - sum(dy) / n - (x - mean) * sum(dy * (x - mean)) / (n * (var + eps)))
          * weight / sqrt(var + eps)
 
-This defines the results that the project guarantees. The fast roads (`syncbn.ranks` and
+This defines the results that the project guarantees. The fast paths (`syncbn.ranks` and
 `syncbn.replicas`) compute the same with fewer operations. The textbook itself runs wherever speed
 is not the point:
 
 - under `torch.compile`, because ``add`` can stay in the graph (see `add_in_graph`),
-- if gradients need derivatives, in the backward of the fast roads (see
+- if gradients need derivatives, in the backward of the fast paths (see
   `differentiable_gradients`),
-- with a mask, in clamp mode, and on devices that lack the kernels of the fast roads (see
+- with a mask, in clamp mode, and on devices that lack the kernels of the fast paths (see
   `syncbn.by_textbook`).
 
 What is exact
@@ -45,7 +45,7 @@ the standard deviation, and so loses log10(mean^2 / var) digits. There are two r
 
 A backward knows the mean from forward, so it is exact with one sum.
 
-The fast roads merge variances in another way (Chan, Golub & LeVeque, "Updating Formulae and a
+The fast paths merge variances in another way (Chan, Golub & LeVeque, "Updating Formulae and a
 Pairwise Algorithm for Computing Sample Variances", 1979):
 
     mean = sum_i n_i mean_i / n,    var = sum_i n_i (var_i + (mean_i - mean)^2) / n

@@ -183,15 +183,15 @@ def not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["textbook", "kernels"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the CPU compute as devices without kernels do, or as accelerators do."""
     found = stand_ins.AS_ON_ACCELERATORS if request.param == "kernels" else None
     monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: found)
 
 
 @pytest.fixture(params=["joined", "not joined"])
-def both_ways(request: pytest.FixtureRequest) -> None:
-    """Runs a test on both ways of computing small shards on the CPU."""
+def joined_or_not(request: pytest.FixtureRequest) -> None:
+    """Runs a test on both fast paths of small shards on the CPU."""
     if request.param == "not joined":
         request.getfixturevalue("not_joined")
     elif _is_for_accelerators(request.node) and default_devices():

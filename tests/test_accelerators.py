@@ -31,7 +31,7 @@ every_list = pytest.mark.parametrize("devices", LISTS.values(), ids=LISTS)
 #: Layers refuse to mix accelerators with the CPU.
 OF_ACCELERATORS = [devices for devices in LISTS.values() if "cpu" not in devices]
 every_list_of_accelerators = pytest.mark.parametrize("devices", OF_ACCELERATORS, ids=str)
-every_way = pytest.mark.parametrize("way", ["kernels", "textbook"], indirect=True)
+every_path = pytest.mark.parametrize("path", ["kernels", "textbook"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def default_device() -> None:
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the kernels from accelerators for the textbook."""
     if request.param == "textbook":
         monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: None)
@@ -94,10 +94,10 @@ def no_host_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@every_way
+@every_path
 @pytest.mark.parametrize("momentum", [0.1, None, 1], ids=str)
 @every_list_of_accelerators
-def test_the_host_does_not_wait_even_at_a_new_shape(devices, momentum, way):
+def test_the_host_does_not_wait_even_at_a_new_shape(devices, momentum, path):
     layer = SynchronizedBatchNorm2d(3, momentum=momentum)
     net = nn.Sequential(nn.Conv2d(3, 3, 1), layer, nn.Conv2d(3, 2, 1)).to(devices[0])
     model = DataParallel(net, devices, gather_to_one_device=False)
@@ -253,10 +253,10 @@ def test_the_output_may_be_elsewhere(devices):
 # -- training ----------------------------------------------------------------------------------
 
 
-@every_way
+@every_path
 @every_list_of_accelerators
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, way):
+def test_steps_of_an_optimizer_equal_one_device_on_the_cpu(devices, dims, path):
     """Uneven shards, and fewer samples than replicas."""
     conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     batch_norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]

@@ -27,7 +27,7 @@ from tests.kit.memory import no_garbage_collection
 from tests.kit.shards import not_joined_only, randomized
 from tests.kit.threads import outcome_of, together, values
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("joined_or_not")]
 
 #: Three replicas have 3, 3 and 1 of them.
 SAMPLES = 7

@@ -107,14 +107,14 @@ def replicas_wrapped(net: nn.Module, backend: str) -> nn.Module:
     return torch.compile(DataParallel(net, ["cpu"] * 2), backend=backend)
 
 
-WAYS = [in_place, wrapped, layers_wrapped, replicas_wrapped]
+ARRANGEMENTS = [in_place, wrapped, layers_wrapped, replicas_wrapped]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("arrange", ARRANGEMENTS)
 @pytest.mark.parametrize("backend", BACKENDS[:2])
-def test_replicas_of_what_is_compiled_train_as_one_device(way, backend):
+def test_replicas_of_what_is_compiled_train_as_one_device(arrange, backend):
     net = convert_model(network())
-    assert_is_that_of_one_device(stepped(way(net, backend), net))
+    assert_is_that_of_one_device(stepped(arrange(net, backend), net))
 
 
 class Compiled(nn.Module):
@@ -135,11 +135,11 @@ def test_a_compiled_function_is_called_by_several_replicas(backend):
     assert_is_that_of_one_device(stepped(DataParallel(Compiled(net, backend), ["cpu"] * 3), net))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_compiled_can_be_verified(way):
+@pytest.mark.parametrize("arrange", ARRANGEMENTS)
+def test_what_is_compiled_can_be_verified(arrange):
     x, _ = data()
-    assert verify(way(convert_model(network()), "eager"), x, ["cpu"] * 2)
-    difference = verify(way(network(), "eager"), x, ["cpu"] * 2).first_difference
+    assert verify(arrange(convert_model(network()), "eager"), x, ["cpu"] * 2)
+    difference = verify(arrange(network(), "eager"), x, ["cpu"] * 2).first_difference
     assert "BatchNorm" in difference.where
 
 

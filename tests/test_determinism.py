@@ -18,7 +18,7 @@ from tests.kit.devices import several
 
 pytestmark = [
     pytest.mark.accelerator,
-    pytest.mark.usefixtures("both_ways"),
+    pytest.mark.usefixtures("joined_or_not"),
     pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning"),
 ]
 

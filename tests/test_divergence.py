@@ -29,7 +29,7 @@ pytestmark = pytest.mark.accelerator
 #: Seconds; a wait that were given up late would take `replication.sync.rendezvous.STALL_TIMEOUT`.
 AT_ONCE = 5.0
 
-RUNNERS = [ours, as_torch_does]
+WRAPS = [ours, as_torch_does]
 
 
 class TwoLayers(Numbered):
@@ -85,7 +85,7 @@ def second_in_eval(net: TwoLayers, x: Tensor) -> Tensor:
 
 
 #: What the odd one does, where the message says that it is, and where one of the others waits.
-WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
+DETOURS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
     "skips both": (lambda net, x: x, "has ended", "waits at `a`, call 1"),
     "skips the first": (lambda net, x: net.b(x), "waits at `b`, call 1", "waits at `a`, call 1"),
     "skips the last": (lambda net, x: net.a(x), "has ended", "waits at `b`, call 1"),
@@ -103,11 +103,11 @@ WAYS: dict[str, tuple[Callable[[TwoLayers, Tensor], Tensor], str, str]] = {
 }  # fmt: skip
 
 
-@pairwise(wrap=RUNNERS, replica=range(N), way=WAYS)
-def test_replica_that_skips_a_layer_is_named(wrap, replica, way):
+@pairwise(wrap=WRAPS, replica=range(N), detour=DETOURS)
+def test_replica_that_skips_a_layer_is_named(wrap, replica, detour):
     """Clause 3b: as soon as it is certain, and no sooner."""
     net, twin = nets()
-    net.odd_one, (net.other, of_odd, of_others) = replica, WAYS[way]
+    net.odd_one, (net.other, of_odd, of_others) = replica, DETOURS[detour]
     error = failure(net, wrap, batch()[0])
 
     assert type(error) is ReplicasDiverged
@@ -178,7 +178,7 @@ def around(norm: Callable[..., nn.Module], talks: nn.Module) -> nn.Sequential:
     return nn.Sequential(linear, norm(3, dtype=torch.float64), nn.Sequential(talks))
 
 
-@pairwise(wrap=RUNNERS, replica=range(N), what=CALLS)
+@pairwise(wrap=WRAPS, replica=range(N), what=CALLS)
 def test_a_replica_that_calls_something_else_is_named(wrap, replica, what):
     usual, other, of_others, of_odd = CALLS[what]
     talks = Talks(replica, usual, other)

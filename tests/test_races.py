@@ -25,7 +25,7 @@ from syncbn import convert_model
 from tests.kit.deadlines import DEADLINE
 from tests.kit.layers import Centering
 from tests.kit.programs import run_python
-from tests.kit.steps import batch, network, wraps
+from tests.kit.steps import batch, each_wrap, network
 from tests.kit.threads import together, values
 from tests.kit.wrappers import CustomDataParallel
 
@@ -65,7 +65,7 @@ def test_imports_leave_the_gil_off():
 # -- forwards ----------------------------------------------------------------------------------
 
 
-@wraps
+@each_wrap
 @pytest.mark.parametrize("shared", ["one model", "one network", "nothing"])
 def test_forwards_at_once_do_not_mix_their_messages(wrap, shared):
     """pytorch#8388. Two threads, each with its own batches."""

@@ -18,7 +18,7 @@ from syncbn import convert_model
 from tests.kit import steps
 from tests.kit.devices import several
 from tests.kit.properties import examples
-from tests.kit.steps import network, step, wraps
+from tests.kit.steps import each_wrap, network, step
 
 pytestmark = pytest.mark.accelerator
 
@@ -126,7 +126,7 @@ def test_networks_that_share_a_layer_give_the_numbers_of_one_device():
         torch.testing.assert_close(one, other)
 
 
-@wraps
+@each_wrap
 @pytest.mark.parametrize("sizes", [[8, 8, 3, 1, 8], [1, 8, 1, 2, 8], [4, 1, 1, 5]], ids=str)
 def test_full_and_short_batches_through_one_model(wrap, sizes):
     """vacancy#44. A single chunk, and all of them again after it."""
@@ -141,7 +141,7 @@ def test_full_and_short_batches_through_one_model(wrap, sizes):
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-@wraps
+@each_wrap
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["module", "DataParallel"])
 def test_what_replicas_have_learnt_serves_on_one_device(wrap, prefix):
     """Clause 1f: the state dict."""

@@ -220,40 +220,40 @@ def old(function: Callable[..., object], *args: Any) -> None:
 
 
 #: Each takes a module, and the name of its weight if that is another than "weight".
-WAYS: dict[str, Callable[..., Any]] = {
+TOOLS: dict[str, Callable[..., Any]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": partial(parametrizations.spectral_norm, n_power_iterations=2),
     **{
-        f"orthogonal, {way}": partial(parametrizations.orthogonal, orthogonal_map=way)
-        for way in ("matrix_exp", "cayley", "householder")
+        f"orthogonal, {tool}": partial(parametrizations.orthogonal, orthogonal_map=tool)
+        for tool in ("matrix_exp", "cayley", "householder")
     },
     "own": lambda m: register_parametrization(m, "weight", Scaled().double()),
-    "a chain": lambda m: parametrizations.spectral_norm(WAYS["own"](m)),
+    "a chain": lambda m: parametrizations.spectral_norm(TOOLS["own"](m)),
     "old weight_norm": partial(old, nn.utils.weight_norm),
     "old spectral_norm": partial(old, nn.utils.spectral_norm),
     "pruned": lambda m, name="weight": prune.random_unstructured(m, name, amount=3),
 }
 
 
-def square(*ways: Callable[[Any], object]) -> nn.Module:
-    """Takes ``(n, 3, 2)`` to ``(n, 2)``; the ways apply to its two linear layers."""
+def square(*tools: Callable[[Any], object]) -> nn.Module:
+    """Takes ``(n, 3, 2)`` to ``(n, 2)``; the tools apply to its two linear layers."""
     layers = [nn.Flatten(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)]
     net = randomized(nn.Sequential(*layers)).double()
-    for way in ways:
-        way(net[1])
-        way(net[4])
+    for tool in tools:
+        tool(net[1])
+        tool(net[4])
     return net
 
 
 @setups
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_parametrized_network_trains_like_one_device(way, n, wrap):
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+def test_parametrized_network_trains_like_one_device(tool, n, wrap):
     """So do its buffers: a power iteration writes them once per forward."""
-    assert_trains_alike(train_and_evaluate, wrap, n, lambda: square(way))
+    assert_trains_alike(train_and_evaluate, wrap, n, lambda: square(tool))
 
 
-@pytest.mark.parametrize("way", ["weight_norm", "old weight_norm", "old spectral_norm", "pruned"])
-def test_a_recurrent_weight_may_be_parametrized(way):
+@pytest.mark.parametrize("tool", ["weight_norm", "old weight_norm", "old spectral_norm", "pruned"])
+def test_a_recurrent_weight_may_be_parametrized(tool):
     """It is also one of the flat weights of the layer."""
 
     class Recurrent(nn.Module):
@@ -262,7 +262,7 @@ def test_a_recurrent_weight_may_be_parametrized(way):
             self.rnn, self.norm = nn.LSTM(2, 4, batch_first=True), nn.BatchNorm1d(3)
             self.head = nn.Linear(12, 2)
             self.double()
-            WAYS[way](self.rnn, "weight_hh_l0")
+            TOOLS[tool](self.rnn, "weight_hh_l0")
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.norm(self.rnn(x)[0]).flatten(1))

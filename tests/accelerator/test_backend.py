@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not has_simulated(), reason="needs pytest --simulated-accelerator"),
 ]
 
-every_way = pytest.mark.parametrize("way", ["kernels", "textbook"], indirect=True)
+every_path = pytest.mark.parametrize("path", ["kernels", "textbook"], indirect=True)
 every_list = pytest.mark.parametrize(
     "devices", [ACCELERATORS, ACCELERATORS * 2], ids=["once", "twice"]
 )
@@ -34,7 +34,7 @@ def default_device() -> None:
 
 
 @pytest.fixture
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the kernels from the backend for the textbook."""
     if request.param == "textbook":
         monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: None)
@@ -55,10 +55,10 @@ def test_the_devices_of_the_backend_are_the_default():
     assert default_devices() == [torch.device("sim", 0), torch.device("sim", 1)]
 
 
-@every_way
+@every_path
 @every_list
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_replicas_train_like_one_device_on_the_cpu(devices, dtype, way):
+def test_replicas_train_like_one_device_on_the_cpu(devices, dtype, path):
     """Uneven shards, and fewer samples than replicas."""
     plain = nn.Sequential(nn.Conv2d(2, 4, 1), randomized(nn.BatchNorm2d(4)), nn.Tanh()).double()
     model = DataParallel(convert_model(copy.deepcopy(plain)).to("sim:0", dtype), devices)
@@ -88,10 +88,10 @@ def test_collectives_and_their_derivatives_equal_the_oracle(name):
     torch.testing.assert_close(derivatives(home, inputs), derivatives(expected, inputs))
 
 
-@every_way
+@every_path
 @every_list
 @pytest.mark.parametrize("momentum", [0.1, None], ids=str)
-def test_devices_without_float64_train_like_torchs_layer(devices, momentum, way):
+def test_devices_without_float64_train_like_torchs_layer(devices, momentum, path):
     """The statistics of the batch are merged on the CPU."""
     plain = randomized(nn.BatchNorm2d(3, momentum=momentum)).to(HOME)
     model = DataParallel(convert_model(copy.deepcopy(plain)), devices)
@@ -108,8 +108,8 @@ def test_devices_without_float64_train_like_torchs_layer(devices, momentum, way)
     torch.testing.assert_close(model.module.state_dict(), plain.state_dict())
 
 
-@every_way
-def test_backends_without_record_stream_train_like_torchs_layer(way):
+@every_path
+def test_backends_without_record_stream_train_like_torchs_layer(path):
     plain = randomized(nn.BatchNorm2d(3)).to(HOME)
     model = DataParallel(convert_model(copy.deepcopy(plain)), ACCELERATORS)
     x, dy = torch.randn(2, 5, 3, 2, 2, device=HOME)

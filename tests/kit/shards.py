@@ -15,8 +15,8 @@ from replication import execute_replication_callbacks, parallel_apply, replicate
 from syncbn import SynchronizedBatchNorm1d, set_sbn_eps_mode
 from tests.kit.devices import several
 
-#: For tests with the fixture ``both_ways`` of what torch's own layer does not promise.
-not_joined_only = pytest.mark.parametrize("both_ways", ["not joined"], indirect=True)
+#: For tests with the fixture ``joined_or_not`` of what torch's own layer does not promise.
+not_joined_only = pytest.mark.parametrize("joined_or_not", ["not joined"], indirect=True)
 
 
 def run_sharded(layer: nn.Module, shards: Sequence[Tensor]) -> list[Tensor]:

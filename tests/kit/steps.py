@@ -1,4 +1,4 @@
-"""A small network, its step with and without replicas, and two ways to run these."""
+"""A small network, its step with and without replicas, and a mark for two wrappers."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ def assert_alike(
         torch.testing.assert_close(actual, expected, **tolerances)
 
 
-wraps = pytest.mark.parametrize("wrap", [ours, as_torch_does], ids=["ours", "patched"])
+each_wrap = pytest.mark.parametrize("wrap", [ours, as_torch_does], ids=["ours", "patched"])

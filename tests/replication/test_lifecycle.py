@@ -41,7 +41,7 @@ from tests.kit.wrappers import (
     patched,
 )
 
-RUNNERS = {
+WRAPS = {
     "ours": ours,
     "ours overridden": customized,
     "our parallel_apply": patched(CustomDataParallel),
@@ -49,19 +49,19 @@ RUNNERS = {
     "plain threads": patched(ByPlainThreads),
     "forward": patched(ByForward),
 }
-runners = pytest.mark.parametrize("wrap", RUNNERS.values(), ids=RUNNERS)
+each_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
 # -- every way to run them ---------------------------------------------------------------------
 
 
-@runners
+@each_wrap
 def test_replicas_communicate_in_every_runner(wrap):
     x = torch.randn(7, 2)
     torch.testing.assert_close(wrap(Centering(), 3)(x), x - x.mean(0))
 
 
-@runners
+@each_wrap
 @pytest.mark.parametrize("counts", [(2, 1, 1), (1, 2, 2), (1, 1, 2), (0, 1, 1)], ids=str)
 def test_end_is_seen_in_every_runner(wrap, counts):
     model = wrap(Repeat(Centering(), counts), 3)
@@ -69,7 +69,7 @@ def test_end_is_seen_in_every_runner(wrap, counts):
         model(torch.randn(6, 2))
 
 
-@runners
+@each_wrap
 def test_error_is_noted_with_replica_device_and_module(wrap):
     """Clause 5b: notes name the replica, its device and the submodule."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), FailsAt(1, LayerError)))
@@ -102,14 +102,14 @@ def test_hook_of_the_root_that_fails_is_seen(wrap):
     assert not at_once.has_passed()
 
 
-@runners
+@each_wrap
 def test_hooks_of_the_root_run_once_per_replica(wrap):
     net = nn.Sequential(Centering())
     calls: list[int] = []
     net.register_forward_hook(lambda module, args, output: calls.append(len(output)))
     wrap(net, 3)(torch.randn(6, 2))
     # Who calls `forward` goes past the hooks.
-    assert calls == ([] if wrap is RUNNERS["forward"] else [2] * 3)
+    assert calls == ([] if wrap is WRAPS["forward"] else [2] * 3)
 
 
 def test_omitted_replica_does_not_block_the_others():
@@ -193,7 +193,7 @@ def live_replicas(model: nn.Module) -> list[Any]:
     return seen
 
 
-@runners
+@each_wrap
 def test_replicas_end_with_the_forward(wrap):
     model = wrap(nn.Sequential(nn.Linear(2, 2), Centering()), 2)
     seen = live_replicas(model)
@@ -204,7 +204,7 @@ def test_replicas_end_with_the_forward(wrap):
 
 
 @pytest.mark.filterwarnings("ignore::replication.UnsynchronizedWarning")
-@runners
+@each_wrap
 def test_original_is_not_touched(wrap):
     """Clause 7b: nothing is left on the original module."""
     net = nn.Sequential(nn.Linear(2, 2), Centering(), nn.BatchNorm1d(2))

@@ -25,7 +25,7 @@ from tests.kit.layers import LAYERS
 from tests.kit.properties import examples, pairwise
 from tests.kit.shards import assert_reads_no_value, randomized, run_sharded
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("both_ways")]
+pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("joined_or_not")]
 
 PAIRS = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d, (6, 3)),

@@ -224,7 +224,7 @@ def test_a_million_large_values_in_half_precision_do_not_overflow(mean):
     torch.testing.assert_close(layer.weight.grad.double(), twin.weight.grad, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("joined_or_not")
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 def test_infinite_values_give_the_running_statistics_of_torchs_layer(mean):
     x = torch.randn(8, 3) + torch.tensor([mean, 0.0, 0.0])

@@ -35,13 +35,13 @@ shards_on_cpus = pytest.mark.skipif(
 
 #: What computes: the kernels of the CPU, or what stands for those of accelerators, where the host
 #: does not know the counts of other ranks.
-WAYS = ["cpu", "accelerator"]
+PATHS = ["cpu", "accelerator"]
 
 OF_ACCELERATORS = Kernels(*stand_in_kernels.KERNELS.values())
 
 
-def go(way: str) -> None:
-    of_accelerators = way == "accelerator"
+def go(path: str) -> None:
+    of_accelerators = path == "accelerator"
     batchnorm.kernels_for = (lambda kind: OF_ACCELERATORS) if of_accelerators else kernels_for
 
 
@@ -145,14 +145,14 @@ def at_momenta(rank: int, size: int) -> dict[float | None, dict[str, Tensor]]:
     return {momentum: numbers(rank, size, momentum=momentum) for momentum in (0.1, None)}
 
 
-def in_each_way(
-    rank: int, ways: list[str], calls: list[Callable[[int, int], Any]], size: int
+def on_each_path(
+    rank: int, paths: list[str], calls: list[Callable[[int, int], Any]], size: int
 ) -> dict[tuple[str, str], Any]:
     found = {}
-    for way in ways:
-        go(way)
+    for path in paths:
+        go(path)
         for call in calls:
-            found[way, call.__name__] = call(rank, size)
+            found[path, call.__name__] = call(rank, size)
     return found
 
 
@@ -180,12 +180,12 @@ def size(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-def found_by_ranks(*calls: Callable[[int, int], Any], ways: list[str] = WAYS) -> Any:
+def found_by_ranks(*calls: Callable[[int, int], Any], paths: list[str] = PATHS) -> Any:
     """A fixture of what each rank finds. Tests of different fixtures fail independently."""
 
     @pytest.fixture(scope="module")
     def found(size: int) -> list[dict[tuple[str, str], Any]]:
-        return run_ranks(size, in_each_way, ways, [*calls], size)
+        return run_ranks(size, on_each_path, paths, [*calls], size)
 
     return found
 
@@ -228,45 +228,45 @@ def assert_equal_one_device(
     return plain
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_ranks_compute_what_one_process_computes(in_training, size, way, momentum):
+def test_ranks_compute_what_one_process_computes(in_training, size, path, momentum):
     """Clause 1b: any shards in ranks."""
-    ranks = [results[way, "at_momenta"][momentum] for results in in_training]
+    ranks = [results[path, "at_momenta"][momentum] for results in in_training]
     shards, upstream = shards_of(size), shards_of(size, seed=1)
     layer = layer_like(dtype=torch.float64, momentum=momentum)
     plain = assert_equal_one_device(ranks, shards, upstream, layer)
     torch.testing.assert_close(ranks[0]["evaluated"], plain.eval()(shards[0]).detach())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_may_differ_in_the_derivatives_that_they_want(with_derivatives, size, way):
+@pytest.mark.parametrize("path", PATHS)
+def test_ranks_may_differ_in_the_derivatives_that_they_want(with_derivatives, size, path):
     plain = nn.BatchNorm1d(2, dtype=torch.float64)
     plain.load_state_dict(layer_like(dtype=torch.float64).state_dict())
     shards = shards_of(size)
     x = torch.cat(shards).requires_grad_()
     (once,) = torch.autograd.grad(plain(x).pow(3).sum(), x)
     (of_others,) = torch.autograd.grad(plain(x)[len(shards[0]) :].pow(3).sum(), x)
-    of_ranks = [results[way, "unlike"] for results in with_derivatives]
+    of_ranks = [results[path, "unlike"] for results in with_derivatives]
     joined = map(torch.cat, zip(*of_ranks, strict=True))
     torch.testing.assert_close(list(joined), [2 * once, once, of_others])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_statistics_stay_if_no_rank_has_data(with_few_values, way):
+@pytest.mark.parametrize("path", PATHS)
+def test_statistics_stay_if_no_rank_has_data(with_few_values, path):
     for results in with_few_values:
-        y, running, count = results[way, "without_data"]
+        y, running, count = results[path, "without_data"]
         assert y.shape == (0, 2, 3)
         assert running.tolist() == [[3, 3], [4, 4]]
         assert count == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_value_per_rank_is_enough(with_few_values, size, way):
+@pytest.mark.parametrize("path", PATHS)
+def test_one_value_per_rank_is_enough(with_few_values, size, path):
     plain = nn.BatchNorm1d(2)
     plain.load_state_dict(layer_like().state_dict())
     x = torch.arange(float(size)).unsqueeze(1).expand(-1, 2)
-    y = torch.cat([results[way, "one_value_each"] for results in with_few_values])
+    y = torch.cat([results[path, "one_value_each"] for results in with_few_values])
     torch.testing.assert_close(y, plain(x).detach())
 
 
@@ -286,19 +286,19 @@ def test_one_value_in_all_that_the_host_does_not_know_does_no_harm(with_few_valu
         assert running.isfinite().all()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_constant_channels_of_large_means_give_the_bias(far_from_zero, way):
+@pytest.mark.parametrize("path", PATHS)
+def test_constant_channels_of_large_means_give_the_bias(far_from_zero, path):
     for results in far_from_zero:
-        y = results[way, "constant_and_large"]
+        y = results[path, "constant_and_large"]
         torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(far_from_zero, size, way):
+@pytest.mark.parametrize("path", PATHS)
+def test_float64_loses_nothing_of_a_tiny_variance_at_a_large_mean(far_from_zero, size, path):
     x = torch.cat(of_tiny_deviation(size))
     expected = (x - 1e4).transpose(0, 1).flatten(1).var(1)
     for results in far_from_zero:
-        torch.testing.assert_close(results[way, "tiny_variance"], expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(results[path, "tiny_variance"], expected, rtol=1e-9, atol=0)
 
 
 # -- what ranks may differ in, and what not ----------------------------------------------------
@@ -508,8 +508,8 @@ def test_large_means_are_as_accurate_as_in_torchs_layer(at_large_means, mean, se
 
 def traffic(rank: int, channels: int) -> list[Any]:
     found = []
-    for way in WAYS:
-        go(way)
+    for path in PATHS:
+        go(path)
         layer = SynchronizedBatchNorm1d(channels)
         with recorded_collectives() as forward:
             y = layer(torch.randn(4, channels, 5, requires_grad=True))

@@ -201,7 +201,7 @@ def test_replicas_whose_inputs_need_no_gradient_recompute():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("joined_or_not")
 @pytest.mark.parametrize("constant", [0, 1])
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_replica_recomputes_whose_own_input_needs_no_gradient(affine, constant):

@@ -28,8 +28,8 @@ from tests.kit.memory import freed, no_garbage_collection
 from tests.kit.properties import pairwise
 from tests.kit.shards import LAYOUTS, Sharded, eps_mode, randomized, run_sharded
 
-#: For tests in which the CPU computes small shards on both of its roads.
-both_ways = pytest.mark.usefixtures("both_ways")
+#: For tests in which the CPU computes small shards on both of its fast paths.
+joined_or_not = pytest.mark.usefixtures("joined_or_not")
 
 
 @pytest.fixture
@@ -50,20 +50,20 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 # -- a step ------------------------------------------------------------------------------------
 
-ROADS = ["joined", "on the CPU", "as on accelerators"]
+PATHS = ["joined", "on the CPU", "as on accelerators"]
 
 
-def take(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the CPU compute small shards on one of its roads, or as accelerators do."""
-    if road != "joined":
+def take(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the CPU compute small shards on one of its fast paths, or as accelerators do."""
+    if path != "joined":
         monkeypatch.setattr(replicas, "LARGEST_JOINED", -1)
-    if road == "as on accelerators":
+    if path == "as on accelerators":
         found = stand_ins.AS_ON_ACCELERATORS
         monkeypatch.setattr("syncbn.batchnorm.kernels_for", lambda kind: found)
 
 
 @pairwise(
-    road=ROADS,
+    path=PATHS,
     options=[
         {},
         {"affine": False},
@@ -78,10 +78,10 @@ def take(road: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout=["contiguous", "channels_last"],
 )
 def test_a_step_has_the_numbers_of_torchs_layer(
-    road, options, sizes, dtype, layout, joins, monkeypatch
+    path, options, sizes, dtype, layout, joins, monkeypatch
 ):
     """Bit by bit where torch's layer computes them itself."""
-    take(road, monkeypatch)
+    take(path, monkeypatch)
     ours = randomized(SynchronizedBatchNorm2d(3, dtype=dtype, **options))
     plain = nn.BatchNorm2d(3, dtype=dtype, **{k: v for k, v in options.items() if k != "bias"})
     if "bias" in options:
@@ -94,18 +94,18 @@ def test_a_step_has_the_numbers_of_torchs_layer(
         y = net(leaf)
         grads = torch.autograd.grad(y, [leaf, *net.parameters()], dy)
         found.append([y.detach(), *grads, *net.buffers()])
-    is_joined = road == "joined" and 0 not in sizes and KNOWS_HOOKS
+    is_joined = path == "joined" and 0 not in sizes and KNOWS_HOOKS
     assert joins == [len(sizes)] * is_joined
     rounding = 0 if is_joined else 1e-5 if dtype == torch.float32 else 1e-12
     torch.testing.assert_close(*found, rtol=rounding, atol=rounding)
 
 
-@pytest.mark.parametrize("road", ROADS[1:])
-def test_on_the_cpu_all_replicas_compute_at_once_and_elsewhere_one_launches_all(road, monkeypatch):
-    take(road, monkeypatch)
-    found = ON_CPU if road == "on the CPU" else stand_ins.AS_ON_ACCELERATORS
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_on_the_cpu_all_replicas_compute_at_once_and_elsewhere_one_launches_all(path, monkeypatch):
+    take(path, monkeypatch)
+    found = ON_CPU if path == "on the CPU" else stand_ins.AS_ON_ACCELERATORS
     threads: dict[str, list[str]] = {"stats": [], "elemt": []}
-    together = threading.Barrier(3 if road == "on the CPU" else 1, timeout=DEADLINE)
+    together = threading.Barrier(3 if path == "on the CPU" else 1, timeout=DEADLINE)
 
     def noting(name: str, kernel: Any) -> Any:
         def call(*args: Any, **out: Any) -> Any:
@@ -120,7 +120,7 @@ def test_on_the_cpu_all_replicas_compute_at_once_and_elsewhere_one_launches_all(
     DataParallel(SynchronizedBatchNorm2d(3), ["cpu"] * 3)(torch.randn(7, 3, 2, 2))
     for names in threads.values():
         assert len(names) == 3
-        assert len(set(names)) == (3 if road == "on the CPU" else 1)
+        assert len(set(names)) == (3 if path == "on the CPU" else 1)
 
 
 class Odd(nn.Module):
@@ -136,7 +136,7 @@ class Odd(nn.Module):
         return self.norm(x)
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.parametrize(
     ("options", "call"),
     [
@@ -151,7 +151,7 @@ def test_replicas_with_another_eps_or_without_parameters_are_named(options, call
         run_sharded(Odd(**options), [torch.randn(2, 3) for _ in range(3)])
 
 
-@both_ways
+@joined_or_not
 def test_a_batch_of_one_value_is_refused_and_not_counted():
     layer = SynchronizedBatchNorm1d(3)
     with pytest.raises(ValueError, match=r"more than 1 value .* torch.Size\(\[1, 3\]\)"):
@@ -218,7 +218,7 @@ def leaves(samples: int, channels: int = 2, extent: int = 2) -> tuple[Tensor, ..
     return x, w, b
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 @pytest.mark.parametrize(
     ("sizes", "mode", "options"),
@@ -238,7 +238,7 @@ def test_first_and_second_derivatives(sizes, mode, options):
 
 
 @pytest.mark.cpu("compares with finite differences, in many forwards")
-@pytest.mark.usefixtures("not_joined", "way")
+@pytest.mark.usefixtures("not_joined", "path")
 @pytest.mark.filterwarnings("ignore:Backwards compatibility:UserWarning")
 def test_third_derivatives():
     """torch's own layer, and so joined shards, have wrong ones (pytorch#186256)."""
@@ -258,7 +258,7 @@ def on_one_device(norm: Any, shards: Sequence[Tensor]) -> list[Tensor]:
     return [(x - mean) * scale + norm.bias for x in shards]
 
 
-@both_ways
+@joined_or_not
 @pairwise(
     frozen=["", "x", "0", "1", "weight", "bias", "weight bias", "x weight"],
     used=[[0], [1], [2], [0, 2]],
@@ -293,7 +293,7 @@ def test_gradients_where_some_tensors_are_frozen_and_some_outputs_are_unused(
     torch.testing.assert_close(*found, rtol=rounding, atol=rounding)
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_replica_without_a_graph_leaves_the_others_theirs(dtype, create_graph):
@@ -317,7 +317,7 @@ def test_a_replica_without_a_graph_leaves_the_others_theirs(dtype, create_graph)
     torch.testing.assert_close(grads, [*expected], rtol=1e-5, atol=1e-5)
 
 
-@both_ways
+@joined_or_not
 def test_a_second_backward_without_retain_graph_is_torchs_error():
     function = as_function([2, 3])
     inputs = leaves(5)
@@ -327,7 +327,7 @@ def test_a_second_backward_without_retain_graph_is_torchs_error():
         y.backward(torch.randn_like(y))
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("case", ["nothing", "hooks on saved tensors"])
 def test_where_no_gradient_comes_none_is_passed_on(case, create_graph):
@@ -355,7 +355,7 @@ class Around(nn.Module):
         return self.norm(x).mul_(2) if self.case == "output in place" else self.norm(x)
 
 
-@both_ways
+@joined_or_not
 @pairwise(
     dtype=[torch.float32, torch.float64],
     create_graph=[False, True],
@@ -391,7 +391,7 @@ class WithTangent(nn.Module):
         return self.norm(x)
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it first loads a jvp
 @pytest.mark.parametrize("name", ["x", "weight", "bias"])
 def test_forward_mode_derivatives_are_refused(name):
@@ -446,7 +446,7 @@ def test_gradients_are_exact_at_large_means(mean, create_graph):
         torch.testing.assert_close(grad.double(), exact, rtol=0, atol=2e-6)
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_half_precision_are_rounded_once(dtype, create_graph):
@@ -519,7 +519,7 @@ class UnderHooks(nn.Module):
             return self.layer(x)
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize(
     ("replicas", "mean", "mode"), [(2, 0, "plus"), (3, 0, "plus"), (2, 1e4, "clamp")]
@@ -542,7 +542,7 @@ def test_no_more_is_saved_for_backward_than_the_input(replicas, mean, mode, requ
     torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.parametrize("size", [3, 300], ids=["small", "large"])
 def test_the_input_is_freed_in_backward_while_the_output_lives(size):
     shards = [torch.randn(n, 3, size, size, requires_grad=True) * 1 for n in (2, 1)]
@@ -562,7 +562,7 @@ def test_an_input_changed_in_place_before_backward_is_torchs_error():
         torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
 
 
-@both_ways
+@joined_or_not
 def test_nothing_is_kept_alive_by_a_cycle():
     with no_garbage_collection():
         shards = [torch.randn(n, 3, requires_grad=True) * 1 for n in (2, 4)]
@@ -599,7 +599,7 @@ def named(x: Tensor, name: str) -> Named:
     return made
 
 
-@both_ways
+@joined_or_not
 @pytest.mark.cpu("other than on the CPU, kernels refuse subclasses")
 @pytest.mark.parametrize("wrap", [lambda layer: layer, Recomputed], ids=["called", "recomputed"])
 def test_a_shard_of_a_tensor_subclass_keeps_its_own_metadata(wrap):

@@ -81,9 +81,8 @@ def verify(
     Args:
         model: The model, in training mode, except layers that draw random numbers, which must be
             in evaluation mode. Without ``loss`` its outputs have a batch dimension, so that it may
-            return one loss per sample, but no mean. Layers that reorder the samples of a batch
-            differ. `DataParallel`, whose ``dim`` is used, and `DistributedDataParallel` are
-            unwrapped.
+            return one loss per sample, but no mean, in the order of the samples. `DataParallel`,
+            whose ``dim`` is used, and `DistributedDataParallel` are unwrapped.
         batch: A tensor, a tuple or list of positional arguments, or a mapping of keyword ones.
         device_ids: The devices of the replicas. The first also runs the model alone. By
             default the ranks are compared, or two replicas on the CPU if there is one process.

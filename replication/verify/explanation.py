@@ -11,6 +11,8 @@ from replication.verify.causes import cause_of
 from replication.verify.quantities import BEGIN, BUFFERS, CHANGES, GRADIENTS, LAYERS, Quantity
 from replication.verify.results import EQUAL, MEAN, NONE, SHARES, TIMES
 
+_LATER = "The loss and gradients are judged only once outputs agree: mend this, and verify again"
+
 
 def explained(case: Case) -> str:
     """Explains the differences of a result, one sentence or more a line."""
@@ -24,6 +26,8 @@ def explained(case: Case) -> str:
         lines += [cause_of(case, kind) for kind in kinds[1:] or kinds if case.wrong(kind)]
     elif first != BUFFERS:
         lines.append(_outputs(case))
+        lines += _buffers(case)
+        return "\n".join([*lines, _LATER])
     return "\n".join([*lines, *_buffers(case)])
 
 
@@ -65,6 +69,12 @@ def _outputs(case: Case) -> str:
     assert first is not None
     key = next(k for k in case.expected | case.actual if k.where == first.where)
     name = name_of(key)
+    if key.of_samples and case.is_own(key):
+        return (
+            f"Each {case.copy} has of {name} what one device computes from its own samples. That "
+            "layer treats each sample alone, so what it is given differs: look at what the "
+            "forward computes before it, and gather or reduce there over all samples"
+        )
     if key.kind == LAYERS and case.is_own(key):
         advice = "let the layer communicate, for example as a ReplicaAware layer"
         if "BatchNorm" in name:

@@ -36,6 +36,8 @@ class Quantity(NamedTuple):
     where: str
     #: Whether it is a gradient of a parameter, to which all ranks contribute.
     of_parameter: bool = False
+    #: Whether a layer has computed it that treats each sample alone.
+    of_samples: bool = False
 
 
 #: A quantity in each replica or rank.

@@ -37,6 +37,12 @@ from replication.verify.quantities import (
     tensors_of,
 )
 
+#: Layers of torch in which samples never meet.
+_OF_SAMPLES = (
+    *(nn.Linear, nn.Embedding, nn.Identity, nn.LayerNorm, nn.GroupNorm, nn.modules.conv._ConvNd),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.Dropout),
+)
+
 
 @torch.inference_mode(False)  # computes gradients, whatever the mode of the caller
 def record(
@@ -210,9 +216,12 @@ class _Run:
             calls[path, index] += 1
             number = calls[path, index]
             called = f"{name[:-1]}, call {number})" if number > 1 else name
+            if isinstance(output, nn.utils.rnn.PackedSequence):
+                output = output.data  # the others are sizes and places of what is packed
             for key, tensor in tensors_of(output).items():
                 of_key = f"output `{key}`" if key else "output"
-                quantity = Quantity(LAYERS, f"{of_key} of {called}")
+                of_samples = isinstance(layer, _OF_SAMPLES)
+                quantity = Quantity(LAYERS, f"{of_key} of {called}", of_samples=of_samples)
                 self.quantities.setdefault(quantity, {})[index] = plain(tensor)
                 if position.in_rank and tensor.requires_grad and replica is None:
                     tensor.register_hook(partial(position.passes, name))

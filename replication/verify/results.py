@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from replication.texts import first_of, listed, table
+from replication.verify.order import as_far_as_each_goes, in_one_order
 from replication.verify.quantities import (
     BEGIN,
     BUFFERS,
@@ -28,6 +29,8 @@ __all__ = ["Difference", "Verification"]
 
 #: What the losses of the copies have to do with that of one device.
 EQUAL, SHARES, MEAN, TIMES, NONE = "equal", "shares", "mean", "times", ""
+#: In what outputs differ that count as equal.
+REORDERED, PADDED = "in another order or shape", "pad to their own longest"
 _RELATIONS = {
     EQUAL: "equal",
     SHARES: "shares: they add up to it",
@@ -45,8 +48,8 @@ class Difference:
         where: The quantity and its layer, such as "output of `norm` (BatchNorm1d)".
         error: The largest difference, relative to the largest value, or infinity. NaN if it is not
             compared.
-        reason: Why the quantities cannot be compared by value, or which ranks differ from each
-            other. Usually empty.
+        reason: Why the quantities cannot be compared by value, which ranks differ from each
+            other, or in what tensors differ that count as equal. Usually empty.
     """
 
     where: str
@@ -62,6 +65,9 @@ class Difference:
 class Verification:
     """The result of `verify`. True if all quantities are equal up to rounding.
 
+    Outputs of inner layers say where a difference begins, and are none by themselves: what a layer
+    computes wrongly also shows in an output of the model, a gradient or a buffer, if it matters.
+
     Attributes:
         differences: The differences by kind: outputs of layers in the order in which one device
             computes them, outputs of the model, gradients of inputs and parameters, those of each
@@ -74,7 +80,9 @@ class Verification:
         losses: The loss, and each of its terms, on one device and then on each rank, or on the
             replicas together. Only information: a rank may have its share, or the mean of its
             part of the batch.
-        notes: What differs between the ranks before the step. Only information.
+        notes: What differs between the ranks before the step, and which outputs have their
+            samples in another order, or are not equal though all that follows is. Only
+            information.
     """
 
     differences: dict[str, list[Difference]]
@@ -91,14 +99,14 @@ class Verification:
     @property
     def first_difference(self) -> Difference | None:
         """The first difference above the tolerance, which names the layer where errors begin."""
-        everything = (d for differences in self.differences.values() for d in differences)
-        return next((d for d in everything if d.error > self.tolerance), None)
+        found = self.differences.get(self.first_kind, ())
+        return next((d for d in found if d.error > self.tolerance), None)
 
     @property
     def first_kind(self) -> str:
         """The kind of the first difference. Empty if there is none."""
-        wrong = (k for k, found in self.differences.items() if largest(found) > self.tolerance)
-        return next(wrong, "")
+        wrong = [k for k, found in self.differences.items() if largest(found) > self.tolerance]
+        return "" if wrong == [LAYERS] else next(iter(wrong), "")
 
     @property
     def begins_with_gradients(self) -> bool:
@@ -175,13 +183,34 @@ def compared(result: Verification, actual: Quantities, expected: Quantities) -> 
     terms = dict.fromkeys([GRADIENTS, *found])
     begin = [BEGIN] * any(key.kind == BEGIN for key in expected)
     kinds = *begin, LAYERS, OUTPUTS, *terms, BUFFERS
-    every = {kind: differences(kind, actual, expected, result) for kind in kinds}
     losses = {
         key.where: [part.item() for part in (alone[0], *actual.get(key, {}).values())]
         for key, alone in expected.items()
         if key.kind == LOSSES
     }
-    return replace(result, differences=every, losses=losses)
+    result = replace(result, losses=losses)
+    every = {kind: differences(kind, actual, expected, result) for kind in kinds}
+    result = replace(result, differences=every)
+    return replace(result, notes=[*result.notes, *_notes_on_outputs(result)])
+
+
+def _notes_on_outputs(result: Verification) -> list[str]:
+    """What is odd about outputs of layers, or of the model, that count as equal."""
+    outputs = [d for kind in (LAYERS, OUTPUTS) for d in result.differences[kind]]
+    equal = [d for d in outputs if d.error <= result.tolerance]
+    found = {
+        f"samples are {REORDERED} than on one device, which alone is no fault": [
+            d.where for d in equal if d.reason == REORDERED
+        ],
+        f"{result.copies} {PADDED}, up to which they are compared": [
+            d.where for d in equal if d.reason == PADDED
+        ],
+    }
+    if result:
+        found["layers differ, but nothing that follows from them does, so they are no fault"] = [
+            str(d) for d in outputs if d.error > result.tolerance
+        ]
+    return [f"{what}: {first_of(names)}" for what, names in found.items() if names]
 
 
 def differences(
@@ -207,6 +236,28 @@ def difference(
     result: Verification,
 ) -> Difference:
     """Compares the joined tensors of the copies with the tensor of one device."""
+    found = _in_place(quantity, actual, expected, least, result)
+    # A loss tells whether the order of outputs of the model is right. Random upstream gradients
+    # would meet other samples.
+    is_free = quantity.kind == LAYERS or (quantity.kind == OUTPUTS and result.losses)
+    if not is_free or actual is None or expected is None or not found.error > result.tolerance:
+        return found
+    ways = [(REORDERED, pair) for pair in in_one_order(actual, expected[0])]
+    if (ends := as_far_as_each_goes(actual, expected[0])) is not None:
+        ways.append((PADDED, ends))
+    for reason, pair in ways:
+        if (error := error_of(*pair, least)) <= result.tolerance:
+            return Difference(found.where, error, reason)
+    return found
+
+
+def _in_place(
+    quantity: Quantity,
+    actual: Parts | None,
+    expected: Parts | None,
+    least: float,
+    result: Verification,
+) -> Difference:
     where, copies = quantity.where, result.copies
     if actual is None or expected is None:
         only = "one device has" if actual is None else f"{copies} have"

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import rnn
+
+from replication import functional, global_mean
+from syncbn import convert_model
 
 
 def has_size() -> int:
@@ -40,6 +44,59 @@ def with_a_group() -> dict[str, Any]:
     groups = [distributed.new_group([rank]) for rank in range(has_size())]
     assert groups[distributed.get_rank()].size() == 1
     return equal()
+
+
+class Siamese(nn.Module):
+    """Two views below each other, so that a layer gets both of a rank one after the other."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, a: Tensor, b: Tensor) -> Any:
+        return self.net(torch.cat([a, b])).chunk(2)
+
+
+def two_views(gather: Any = functional.all_gather) -> dict[str, Any]:
+    net = convert_model(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
+
+    def loss(views: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = (torch.cat([*gather(view)]) for view in views)
+        return nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+    batch = torch.randn(7, 3), torch.randn(7, 3)
+    return equal(model=Siamese(net), batch=batch, targets=None, loss=loss)
+
+
+def two_views_of_own() -> dict[str, Any]:
+    """Each rank contrasts its own samples only."""
+    return two_views(lambda view: [view])
+
+
+class Recurrent(nn.Module):
+    """Pads what it returns to the longest sequence of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])
+
+
+def own_lengths() -> dict[str, Any]:
+    lengths = torch.tensor([9, 5, 7, 3, 2])
+
+    def loss(y: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
+        classes, lengths = t
+        losses = nn.functional.cross_entropy(
+            y.transpose(1, 2), classes[:, : y.size(1)], reduction="none"
+        )
+        return global_mean(losses, torch.arange(y.size(1)) < lengths[:, None])
+
+    batch, targets = (torch.randn(5, 9, 3), lengths), (torch.randint(3, (5, 9)), lengths)
+    return equal(model=Recurrent(), batch=batch, targets=targets, loss=loss)
 
 
 # -- what differs --------------------------------------------------------------------------------

@@ -153,8 +153,9 @@ def test_a_wrong_factor_in_replicas_is_explained():
 
 def test_a_layer_that_does_not_communicate_is_named_in_replicas():
     found = verify(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(6, 3))
-    first, second, _ = found.explanation.splitlines()
+    first, second, _, last = found.explanation.splitlines()
     assert first == "Already the forward differs."
+    assert last.startswith("The loss and gradients are judged only once outputs agree")
     assert second.startswith("Each replica computes `1` (BatchNorm1d) from its own samples")
 
 

@@ -116,7 +116,7 @@ def _digest(values: Tensor) -> str:
     """
     flat = values.contiguous().flatten().view(torch.uint8)
     words = nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
-    places = torch.arange(1, 2 * len(words), 2)  # odd, so that each bit counts
+    places = 2 * torch.arange(len(words)) + 1  # odd, so that each bit counts
     sums = words.sum().item(), (words * places).sum().item()
     return f"{values.dtype} {tuple(values.shape)} {sums}"
 

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import rnn
 
-from replication import functional, global_mean
+from replication import ReplicaAware, functional, global_mean
 from syncbn import convert_model
 
 
@@ -97,6 +97,17 @@ def own_lengths() -> dict[str, Any]:
 
     batch, targets = (torch.randn(5, 9, 3), lengths), (torch.randint(3, (5, 9)), lengths)
     return equal(model=Recurrent(), batch=batch, targets=targets, loss=loss)
+
+
+def empty_parts() -> dict[str, Any]:
+    """All samples go to rank 0, so that the outputs of the others are empty."""
+    return {"model": nn.Sequential(Moved(), nn.Linear(3, 2)), "batch": torch.randn(6, 3)}
+
+
+class Moved(ReplicaAware, nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.cat(self.group.all_gather(x))
+        return whole if self.group.rank == 0 else whole[:0]
 
 
 # -- what differs --------------------------------------------------------------------------------

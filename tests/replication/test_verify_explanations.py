@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from replication import ReplicaAware, verify, verify_ranks
+from replication.verify.agreement import values_of
 from tests.kit.ranks import needs_gloo
 from tests.programs import checks
 
@@ -94,12 +97,13 @@ def test_a_difference_between_ranks_is_explained(make, ranks, texts):
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make", [checks.compiled, checks.other_beginning, checks.strict_and_broadcast]
+    "make",
+    [checks.compiled, checks.empty_parts, checks.other_beginning, checks.strict_and_broadcast],
 )
 def test_what_is_equal_has_no_explanation(make):
     result = verify_ranks(make, 2).check()
     assert not result.explanation
-    assert bool(result.notes) == (make is not checks.compiled)
+    assert bool(result.notes) == (make not in (checks.compiled, checks.empty_parts))
 
 
 @needs_gloo
@@ -115,6 +119,16 @@ def test_terms_of_a_loss_are_compared_one_by_one():
     assert sum(of_ranks) / 2 == pytest.approx(alone, rel=1e-12)
     assert "on the ranks (their mean is equal)" in str(result)
     assert result.losses["term `center`"] == pytest.approx([result.losses["term `center`"][0]] * 3)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, -2.0, 3.0]])
+def test_what_the_ranks_have_is_told_apart(values):
+    layer = nn.Module()
+    layer.register_buffer("values", torch.tensor(values))
+    digests = values_of(layer)
+    assert digests == values_of(copy.deepcopy(layer))
+    layer.values = torch.tensor([*values, 1.0])
+    assert digests != values_of(layer)
 
 
 # -- replicas ------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ API int simulated_stream_op(int device, void* handle, const char* kind, const ch
                             void (*run)(void*), void* argument, void (*drop)(void*)) try {
   std::shared_ptr<void> held(argument, drop);
   auto* stream = handle ? stream_of((cudaStream_t)handle) : default_stream(device);
-  note(name);
+  if (*name) note(name);  // the second half of something has none
   enqueue(stream, kind, name, 0, [run, held] { run(held.get()); });
   return cudaSuccess;
 } OR_ERROR

@@ -156,7 +156,8 @@ def _of_weights(case: Case, weights: list[float]) -> str:
         return (
             f"{text}So each rank divides by a count of its own, for example of samples, tokens, "
             f"pixels or boxes. Divide by the sum of these counts over all ranks{scale}"
-            f"{', as replication.global_mean does' if case.wrapper else ''}"
+            f"{', as replication.global_mean does' if case.wrapper else ''}. No fault if all "
+            "ranks always have equally many"
         )
     return f"{text}Multiply the loss of each rank by its weight / {given:.4g}"
 

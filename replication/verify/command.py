@@ -148,12 +148,13 @@ def found(check: str) -> Callable[[], Any]:
 
 
 def _loaded(path: Path) -> Any:
-    """Runs a file as a module, which finds others in its folder, as a program does."""
+    """Runs a file as a module, which finds others in its folder."""
     if not path.is_file():
         raise ValueError(f"there is no file {str(path)!r}")
     folder = str(path.parent.resolve())
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        # Behind the others: a folder of tests may have subfolders named like installed packages.
+        sys.path.append(folder)
     name = path.stem if path.stem not in sys.modules else f"{path.stem} of replication.verify"
     spec: Any = util.spec_from_file_location(name, path)
     module = util.module_from_spec(spec)

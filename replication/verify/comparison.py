@@ -17,7 +17,7 @@ from replication.checks import check_module
 from replication.data_parallel import DataParallel
 from replication.devices import DeviceLike, device_of, parse_devices
 from replication.groups.processes import ProcessGroup
-from replication.groups.registry import has_other_processes
+from replication.groups.registry import has_other_processes, world
 from replication.steps.scatter import scatter
 from replication.texts import first_of
 from replication.verify.agreement import (
@@ -138,6 +138,11 @@ def verify_made(
     step = Step(batch, targets, loss, dtype, device, wrap, strict)
     if device_ids is None and has_other_processes():
         return _verify_ranks(model, step, dim, tolerance, make)
+    if wrap is not None and device_ids is None and world() is not None:
+        raise ValueError(
+            "torch.distributed has one process, which is one device already; use "
+            "--nproc-per-node=2 or more, or leave wrap out to verify replicas"
+        )
     if wrap is not None:
         raise ValueError(
             "wrap is for the ranks of torch.distributed (got one process, or device_ids); call "

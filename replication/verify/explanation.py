@@ -11,6 +11,9 @@ from replication.verify.causes import cause_of
 from replication.verify.quantities import BEGIN, BUFFERS, CHANGES, GRADIENTS, LAYERS, Quantity
 from replication.verify.results import EQUAL, MEAN, NONE, SHARES, TIMES
 
+#: What is not certain of a tensor.
+_NO_CAUSE = "No usual cause fits {}: look at what its update reduces, and over which "
+_FOLLOWS = "{} probably follows from {}"
 _LATER = "The loss and gradients are judged only once outputs agree: mend this, and verify again"
 
 
@@ -25,9 +28,7 @@ def explained(case: Case) -> str:
         # The gradients of the sum follow from those of its terms.
         lines += [cause_of(case, kind) for kind in kinds[1:] or kinds if case.wrong(kind)]
     elif first != BUFFERS:
-        lines.append(_outputs(case))
-        lines += _buffers(case)
-        return "\n".join([*lines, _LATER])
+        return "\n".join([*lines, *_forward(case), _LATER])
     return "\n".join([*lines, *_buffers(case)])
 
 
@@ -64,10 +65,28 @@ def _place(case: Case) -> str:
     return f"{text}: only gradients differ."
 
 
-def _outputs(case: Case) -> str:
+def _forward(case: Case) -> list[str]:
+    """What is certain about the first output that differs, and about buffers, and what is not."""
     first = case.result.first_difference
     assert first is not None
     key = next(k for k in case.expected | case.actual if k.where == first.where)
+    if text := _outputs(case, key):
+        return [text, *_buffers(case)]
+    explained = [name for names in _causes(case).values() for name in names]
+    # A layer uses the buffers in it, and an output of the model may depend on all.
+    path = f"{name_of(key).split(' ')[0].rstrip('`')}." if key.kind == LAYERS else ""
+    if near := [name for name in explained if name.startswith(path)]:
+        return [*_buffers(case), _FOLLOWS.format(name_of(key), first_of(near))]
+    return [
+        *_buffers(case),
+        f"No usual cause fits {name_of(key)}: the {case.copies} have neither what one device has, "
+        "nor what each would have alone. Look at what it gathers or reduces, in which order, and "
+        f"over which {case.copies}",
+    ]
+
+
+def _outputs(case: Case, key: Quantity) -> str:
+    """Why an output differs, if that is certain."""
     name = name_of(key)
     if key.of_samples and case.is_own(key):
         return (
@@ -87,25 +106,41 @@ def _outputs(case: Case) -> str:
             f"Each {case.copy} computes its outputs from its own samples, as if it were alone: "
             "gather or reduce over all samples, in a layer that communicates"
         )
-    return (
-        f"No usual cause fits {name}: the {case.copies} have neither what one device has, nor "
-        "what each would have alone. Look at what it gathers or reduces, in which order, and over "
-        f"which {case.copies}"
-    )
+    return ""
 
 
 # -- buffers -------------------------------------------------------------------------------------
 
 
 def _buffers(case: Case) -> list[str]:
-    """What is certain about buffers that differ, one line for each cause."""
+    """What is certain about buffers that differ, one line for each cause, and then what is not."""
+    causes = _causes(case)
+    explained = [name for names in causes.values() for name in names]
+    unknown: dict[str, list[str]] = {}
+    for key in case.wrong(BUFFERS):
+        if (name := name_of(key)) not in explained:
+            near = [each for each in explained if _module(each) == _module(name)]
+            text = _FOLLOWS.format("{}", first_of(near)) if near else _NO_CAUSE + case.copies
+            unknown.setdefault(text, []).append(name)
+    return [text.format(first_of(names)) for text, names in (causes | unknown).items()]
+
+
+def _causes(case: Case) -> dict[str, list[str]]:
+    """The buffers that each certain cause explains."""
     causes: dict[str, list[str]] = {}
     for key in case.wrong(BUFFERS):
-        causes.setdefault(_of_buffer(case, key), []).append(name_of(key))
-    return [text.format(first_of(names)) for text, names in causes.items()]
+        if text := _of_buffer(case, key):
+            causes.setdefault(text, []).append(name_of(key))
+    return causes
+
+
+def _module(name: str) -> str:
+    """The module of a buffer, such as "`codebook" of "`codebook.sums`"."""
+    return name.rpartition("." if "." in name else "`" + name.split("`")[1])[0]
 
 
 def _of_buffer(case: Case, key: Quantity) -> str:
+    """The cause, if one is certain."""
     copies = case.copies
     parts, own = case.actual.get(key, {}), case.own.get(key, {})
     changes = case.actual.get(key._replace(kind=CHANGES), {})
@@ -129,4 +164,4 @@ def _of_buffer(case: Case, key: Quantity) -> str:
                 f"What all {copies} have in {{}} comes from the samples of {case.copy} {index} "
                 f"alone: reduce what the update is computed from over all {copies}"
             )
-    return f"No usual cause fits {{}}: look at what its update reduces, and over which {copies}"
+    return ""

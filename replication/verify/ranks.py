@@ -31,6 +31,9 @@ from replication.verify.supervision import job_of, supervised
 
 __all__ = ["verify_ranks"]
 
+#: How a pickle writes the name of the main module.
+_OF_MAIN = b"\x8c\x08__main__"
+
 
 def verify_ranks(
     make: Callable[[], Any], ranks: int = 2, *, timeout: float = 300.0
@@ -106,6 +109,12 @@ def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: 
             "each rank imports the function, so define it at the top level of a module (got one "
             f"that can't be pickled: {error})"
         ) from None
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if _OF_MAIN in task and spec is not None and spec.name.rpartition(".")[2] == "__main__":
+        raise ValueError(
+            "each rank imports the function, but can't import the `__main__.py` of a package; "
+            "define the function in another module of it"
+        )
     job = job_of(size, task, timeout)
     for output in (sys.stdout, sys.stderr):
         output.flush()  # before the ranks print

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from replication.errors import add_note
 from replication.sync.lifecycle import Phase, phase, this_thread
 from replication.tree import replace_leaves
 from replication.verify.copies import Step, arguments_of, copied, moved
+from replication.verify.losses import check_parameters, check_scalar, noting_dtypes
 from replication.verify.position import position
 from replication.verify.quantities import (
     BEGIN,
@@ -118,6 +120,9 @@ class _Run:
             if loss is not None:
                 self._enters("loss")
                 trained, upstream = [self._value(loss, result)], [None]
+                if step.wrap is None:  # a wrapper may make other parameters of these
+                    known = (m.parameters() for m in owners.values())
+                    check_parameters(trained[0], chain(*known, inputs.values()))
             # Before the backward: a recomputation updates the buffers of torch's layers once more.
             if self.term is None:
                 self._record_buffers(owners, before)
@@ -151,13 +156,14 @@ class _Run:
     def _value(self, loss: Any, result: Any) -> Tensor:
         """Computes the loss, or the term of it whose gradients are recorded."""
         targets = replace_leaves(partial(moved, step=self.step), self.step.targets)
-        value: Any = loss(result) if targets is None else loss(result, targets)
+        with noting_dtypes(self.step.dtype):
+            value: Any = loss(result) if targets is None else loss(result, targets)
         of_terms = dict(value) if isinstance(value, Mapping) else {}
         for name, number in of_terms.items():
-            _check_scalar(number, f"the term `{name}` of the loss")
+            check_scalar(number, f"the term `{name}` of the loss")
         if of_terms:
             value = sum(of_terms.values(), torch.zeros((), device=self.step.device))
-        _check_scalar(value, "the loss")
+        check_scalar(value, "the loss")
         if self.term is None:
             self.terms = [*of_terms]
             self._add(LOSSES, "loss", value)
@@ -241,15 +247,6 @@ def _buffers(owners: dict[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for owner, module in owners.items():
         for name, buffer in module.named_buffers():
             yield f"{owner}`{name}`", buffer
-
-
-def _check_scalar(value: Any, what: str) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"{what} must be a tensor of one number (got {got}); return its mean or its sum, or a "
-            "mapping of named terms"
-        )
 
 
 def _upstream_of(output: Tensor, rank: int, parts: Parts | None) -> Tensor:

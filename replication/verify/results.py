@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -136,10 +137,18 @@ class Verification:
         lines = [
             *self.notes,
             table(("compared", "number", "largest relative error"), rows, numbers_from=1),
+            *self._not_compared(),
             *(self._loss_line(name, *values) for name, values in self.losses.items()),
             f"{self.replicas} {self.copies}: {verdict} (tolerance {self.tolerance:.0e})",
         ]
         return "\n".join([*lines, self.explanation] if self.explanation else lines)
+
+    def _not_compared(self) -> list[str]:
+        found: dict[str, list[str]] = {}
+        for difference in chain(*self.differences.values()):
+            if math.isnan(difference.error):
+                found.setdefault(difference.reason, []).append(difference.where)
+        return [f"not compared: {first_of(names)}: {why}" for why, names in found.items()]
 
     def _loss_line(self, name: str, alone: float, *others: float) -> str:
         relation = _RELATIONS[relation_of(alone, others, self.tolerance)].format(len(others))

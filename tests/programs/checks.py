@@ -211,6 +211,28 @@ def statistics_of_rank_0() -> dict[str, Any]:
     return equal(model=nn.Sequential(nn.Linear(3, 4), Center(of_first=True)))
 
 
+class Codebook(nn.Module):
+    """Each rank sums up its own samples, and the codes come from the sums of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(2, 4))
+        self.register_buffer("sums", torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            near = torch.cdist(x, self.codes).argmin(1)
+            self.sums.mul_(0.9).index_add_(0, near, x)
+            spread = self.sums.clone()
+            distributed.all_reduce(spread)
+            self.codes.copy_(spread / spread.norm())
+        return x + self.codes.mean(0)
+
+
+def own_sums() -> dict[str, Any]:
+    return equal(model=nn.Sequential(nn.Linear(3, 4), Codebook()))
+
+
 def batch_norm() -> dict[str, Any]:
     return equal(model=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
 

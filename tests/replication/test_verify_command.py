@@ -74,6 +74,30 @@ def test_a_file_finds_the_others_in_its_folder(tmp_path):
     assert found(f"{tmp_path}/imports_it.py:make") is dict
 
 
+def test_the_folder_of_a_file_hides_no_package(tmp_path):
+    (tmp_path / "checks_beside.py").write_text("from syncbn import verify as make")
+    (tmp_path / "syncbn").mkdir()
+    (tmp_path / "syncbn" / "__init__.py").touch()
+    check = f"{tmp_path}/checks_beside.py:make"
+    code = f"from replication.verify.command import found; print(found({check!r}))"
+    done = run_python("-c", code, cwd=ROOT)
+    assert done.stdout.startswith("<function verify"), done.stderr
+
+
+def test_a_function_of_the_main_module_of_a_package_is_refused(tmp_path):
+    program = tmp_path / "program"
+    program.mkdir()
+    (program / "__main__.py").write_text(
+        "from replication import verify_ranks\n\n"
+        "def make(): ...\n\n"
+        "if __name__ == '__main__':\n    verify_ranks(make)\n"
+    )
+    done = run_python("-m", "program", cwd=tmp_path)
+    assert "ValueError: each rank imports the function, but can't import the `__main__" in (
+        done.stderr
+    )
+
+
 def launched(rank: int, port: int, arguments: list[str]) -> tuple[object, str]:
     as_launched(rank, 2, port)
     with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as told:

@@ -48,6 +48,7 @@ LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
                 f"{LOSS_DIFFERS}Gradients are no multiple of one device's. One device weighs the "
                 "gradients of the ranks' losses by 0.6, 0.4, but DDP averages, by 0.5 each",
                 "multiply by the number of ranks",
+                "No fault if all ranks always have equally many",
             ],
         ),
         (
@@ -64,6 +65,14 @@ LOSS_DIFFERS = "Outputs are equal, but already the loss differs.\n"
         (
             checks.statistics_of_rank_0,
             ["only buffers differ.\nOnly rank 0 changes `1.center`, and the others keep old"],
+        ),
+        (
+            checks.own_sums,
+            [
+                "Already the forward differs.\nEach rank updates `1.sums` from its own samples",
+                "\n`1.codes` probably follows from `1.sums`\n",
+                "\n`1` (Codebook) probably follows from `1.sums`\n",
+            ],
         ),
         (
             checks.batch_norm,
@@ -199,6 +208,8 @@ def test_what_is_not_compared_is_printed_as_such():
     assert rows["outputs"] == ["not", "compared"]
     assert rows["outputs of layers"] == ["not", "compared)"]  # one of two
     assert "output of `mean`: not compared: " in str(found.differences["outputs"][0])
+    names = "output `mean` of `1` (Mean), output of `mean`"
+    assert f"\nnot compared: {names}: the copies have a number each" in str(found)
 
 
 class Trained(nn.Module):
@@ -216,3 +227,41 @@ def test_a_loss_that_is_no_number_is_refused():
     for loss in (lambda y: {"a": y}, lambda y: y):
         with pytest.raises(ValueError, match="must be a tensor of one number"):
             verify(nn.Linear(3, 4), torch.randn(6, 3), loss=loss)
+
+
+def test_parameters_of_a_loss_that_nothing_compares_are_refused():
+    layer, net, x = nn.Linear(4, 10).double(), nn.Linear(3, 4), torch.randn(6, 3)
+
+    class Criterion:
+        def loss(self, y: Tensor) -> Tensor:
+            return layer(y).square().mean()
+
+    for loss in (Criterion().loss, lambda y: {"a": y.mean(), "b": Criterion().loss(y)}):
+        with pytest.raises(
+            ValueError, match=r"the loss has parameters of shapes \(10,\), \(10, 4"
+        ):
+            verify(net, x, loss=loss)
+    with pytest.raises(
+        ValueError, match=r"shapes \(4, 3\) that .* of the model must be among its"
+    ):
+        verify(net, x, loss=lambda y: y.mean() + net.weight.double().norm())
+    layer.requires_grad_(False)
+    verify(net, x, loss=Criterion().loss).check()
+
+    def penalty(y: Tensor) -> Tensor:
+        """A leaf that is no parameter, as in penalties of gradients."""
+        leaf = y.detach().clone().requires_grad_()
+        return y.mean() + leaf.square().mean()
+
+    verify(net, x, loss=penalty).check()
+
+
+def test_an_error_about_dtypes_says_what_to_do():
+    layer = nn.Linear(4, 10)
+    with pytest.raises(RuntimeError) as error:
+        verify(nn.Linear(3, 4), torch.randn(6, 3), loss=lambda y: layer(y).mean())
+    note = "verify computes in float64: make constants of the loss with `.to(outputs.dtype)`, or"
+    assert error.value.__notes__[0].startswith(note)
+    with pytest.raises(RuntimeError) as error:
+        verify(nn.Linear(3, 4), torch.randn(6, 3), loss=lambda y: y.view(5, 5).mean())
+    assert not error.value.__notes__[0].startswith(note)

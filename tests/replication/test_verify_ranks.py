@@ -328,3 +328,13 @@ def verified_by_one_rank(rank: int) -> bool:
 
 def test_devices_compare_the_replicas_of_one_rank_alone():
     assert run_ranks(2, verified_by_one_rank) == [True, True]
+
+
+def verified_by_one(rank: int) -> str:
+    error = outcome_of(partial(verify, network(0), batch(6), wrap=DistributedDataParallel)).error
+    return str(error)
+
+
+def test_a_wrapper_for_one_process_is_refused():
+    (text,) = run_ranks(1, verified_by_one)
+    assert "torch.distributed has one process" in text and "use --nproc-per-node=2" in text

@@ -122,7 +122,12 @@ def stand_in_for(package: str = "sync_batchnorm") -> None:
         # import would set. Last, because ``models`` may import the copy.
         try:
             setattr(import_module(parent), name, stand_in)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ModuleNotFoundError):
+                error.add_note(
+                    f"stand_in_for({package!r}) imports {parent!r}; pass the name as your imports "
+                    "write it, such as 'models.networks.sync_batchnorm'"
+                )
             for module_name in made:  # so that a second call does not take the first for done
                 sys.modules.pop(module_name, None)
             raise

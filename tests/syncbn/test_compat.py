@@ -129,8 +129,9 @@ def test_a_second_call_changes_nothing(package):
 
 def test_a_call_that_fails_leaves_nothing_behind():
     for _ in range(2):
-        with pytest.raises(ModuleNotFoundError):
+        with pytest.raises(ModuleNotFoundError) as caught:
             syncbn.stand_in_for("no_such_package.sync_batchnorm")
+        assert "pass the name as your imports write it" in caught.value.__notes__[0]
     assert not [name for name in sys.modules if name.startswith("no_such_package")]
 
 

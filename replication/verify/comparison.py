@@ -32,7 +32,8 @@ from replication.verify.case import Case
 from replication.verify.copies import Loss, Make, Step, Wrap, copied, unwrapped
 from replication.verify.explanation import explained
 from replication.verify.factors import sketched
-from replication.verify.quantities import DRAWS, Quantities
+from replication.verify.position import position
+from replication.verify.quantities import DRAWS, Quantities, tensors_of
 from replication.verify.recording import check_draws, record
 from replication.verify.results import Verification, compared
 from replication.verify.runs import as_world, run_alone, run_part, run_rank
@@ -273,6 +274,7 @@ def _agreed(
                 "sizes of torch.chunk); pass a multiple of the number of ranks"
             )
         digests = digests_of(model, step, tolerance)
+        position.splits([_samples(part, dim) for part, _ in parts])
     check_equal(group.all_gather_object(digests))
     notes = list[str]()
     for owner, module in {"model": model, "loss": step.loss}.items():
@@ -292,3 +294,8 @@ def _agreed(
             tensor.data.copy_(group.broadcast(tensor.data, 0))
     batch, targets = parts[group.rank]
     return net, step._replace(batch=batch, targets=targets), notes
+
+
+def _samples(batch: Any, dim: int) -> int:
+    """How many samples a part of the batch has, as far as its first tensor tells."""
+    return next((t.shape[dim] for t in tensors_of(batch).values() if t.dim() > dim), 0)

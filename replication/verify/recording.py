@@ -208,7 +208,7 @@ class _Run:
 
         def enter(name: str, layer: nn.Module, args: Any) -> None:
             if this_thread.current is None and phase() is Phase.FORWARD:
-                position.layers.append(name)
+                position.reaches(name)
 
         def record_call(name: str, path: str, layer: nn.Module, args: Any, output: Any) -> None:
             if phase() is not Phase.FORWARD:

@@ -28,7 +28,7 @@ from torch import distributed
 
 from replication.errors import ReplicationError, add_note, describe_error
 from replication.texts import listed
-from replication.verify.position import position
+from replication.verify.position import last_position, position
 
 #: Seconds in which ranks report after one has, so that the origin of an error is known.
 _GRACE = 3.0
@@ -93,7 +93,7 @@ def supervised(context: BaseContext, job: Job, caller: Any = None) -> bytes:
                 ranks.append(Rank(process, ours))
                 process.start()
                 theirs.close()  # so that we notice the end of the process
-            return _outcome(ranks, job, caller)
+            return _outcome(ranks, job, caller, Path(folder))
         finally:
             for each in ranks:
                 if each.process.pid is not None:
@@ -101,7 +101,7 @@ def supervised(context: BaseContext, job: Job, caller: Any = None) -> bytes:
                     each.process.join()
 
 
-def _outcome(ranks: list[Rank], job: Job, caller: Any) -> bytes:
+def _outcome(ranks: list[Rank], job: Job, caller: Any, folder: Path) -> bytes:
     reports, end = dict[int, tuple[str, Any]](), time.monotonic() + job.timeout
     while len(reports) < job.size and (left := end - time.monotonic()) > 0:
         waiting = [each.channel for rank, each in enumerate(ranks) if rank not in reports]
@@ -112,7 +112,7 @@ def _outcome(ranks: list[Rank], job: Job, caller: Any) -> bytes:
             try:
                 reports[rank] = ranks[rank].channel.recv()
             except (EOFError, OSError):
-                reports[rank] = _DEAD, _pickled(ReplicationError(_death(rank, ranks[rank])))
+                reports[rank] = _DEAD, _pickled(_death(rank, ranks[rank], folder))
             if reports[rank][0] != _VALUE:
                 end = min(end, time.monotonic() + _GRACE)
     for kind in (_DEAD, _RAISED, _QUOTES):
@@ -128,13 +128,22 @@ def _pickled(error: Exception) -> bytes:
     return pickle.dumps((None, error))
 
 
-def _death(rank: int, dead: Rank) -> str:
+def _death(rank: int, dead: Rank, folder: Path) -> ReplicationError:
     dead.process.join(_ANSWER)
     code = dead.process.exitcode
     how = f"exit code {code}"
     if code is not None and code < 0:
         how = signal.Signals(-code).name
-    return f"rank {rank} has died ({how}) without a Python error; see its output"
+    text = f"rank {rank} has died ({how}) without a Python error; see its output"
+    place, sizes = last_position(folder, rank)
+    if place:
+        text += f". It was here: {place}"
+    if sizes and how != "SIGKILL":
+        text += (
+            "\nProbably ranks passed tensors of different sizes to a collective of torch "
+            f"({sizes}): use replication.functional.all_gather, or first verify an even batch"
+        )
+    return ReplicationError(text)
 
 
 def _hang(ranks: list[Rank], reports: dict[int, tuple[str, Any]], timeout: float) -> str:
@@ -160,6 +169,7 @@ def _hang(ranks: list[Rank], reports: dict[int, tuple[str, Any]], timeout: float
 def _run(rank: int, job: Job, folder: str, channel: Any, is_forked: bool) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor ends this process
     position.in_rank = True
+    position.keeps(Path(folder), rank)
     report = threading.Lock()
     listening = threading.Thread(target=_listen, args=(channel, report), daemon=True)
     listening.start()

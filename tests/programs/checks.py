@@ -302,6 +302,26 @@ def dies() -> dict[str, Any]:
     return equal()
 
 
+def gathers_other_sizes(samples: int = 5) -> dict[str, Any]:
+    """A collective of torch that gets tensors of 3 samples and of 2, and kills a rank."""
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        parts = [torch.empty_like(y) for _ in range(has_size())]
+        distributed.all_gather(parts, y.detach())
+        return torch.cat(parts).mean()
+
+    return equal(batch=torch.randn(samples, 3), targets=torch.randn(samples, 4), loss=loss)
+
+
+def aborts() -> dict[str, Any]:
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        if has_size() > 1 and distributed.get_rank() == 1:
+            os.abort()
+        return nn.functional.mse_loss(y, t)
+
+    return equal(loss=loss)
+
+
 class Sleeping(nn.Module):
     """Sleeps in rank 1, while rank 0 waits for it in a collective."""
 

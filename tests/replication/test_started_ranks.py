@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,28 @@ def test_an_error_of_a_rank_arrives_with_its_traceback(make, error, text):
     if make is not checks.dies:
         told = "\n".join([str(raised.value), *raised.value.__notes__])
         assert "in rank 1:" in told and f"in {make.__name__}" in told
+
+
+def test_a_rank_that_dies_in_a_collective_is_explained():
+    with pytest.raises(ReplicationError) as raised:
+        verify_ranks(checks.gathers_other_sizes, timeout=100)
+    first, second = str(raised.value).splitlines()
+    assert re.match(r"rank \d has died \(SIGABRT\) without a Python error; see its output", first)
+    assert re.search(
+        r"It was here: loss on rank \d of 2, in all_gather, checks.py, line \d+", first
+    )
+    assert first.endswith(": distributed.all_gather(parts, y.detach())")
+    assert second == (
+        "Probably ranks passed tensors of different sizes to a collective of torch (5 samples are "
+        "3 and 2): use replication.functional.all_gather, or first verify an even batch"
+    )
+
+
+def test_what_kills_a_rank_with_an_even_batch_is_not_blamed_on_sizes():
+    with pytest.raises(ReplicationError, match="has died") as raised:
+        verify_ranks(checks.aborts, timeout=100)
+    assert "in loss, checks.py" in str(raised.value) or "os.abort()" in str(raised.value)
+    assert "Probably" not in str(raised.value)
 
 
 def test_a_timeout_says_where_each_rank_is():

@@ -1,12 +1,6 @@
 """`ProcessGroup`: collectives between processes, built on `torch.distributed`.
 
-Problem: if one rank makes another call than the others, the backend waits for its timeout, or
-crashes, or adds numbers that do not belong together. But a text with each call would cost more
-than a small call itself.
-
-Idea: each call has a fingerprint, a number that is equal on all ranks if their calls match (see
-`Collective`). It travels where the host reads what arrives anyway. Only if the fingerprints of the
-ranks differ do they exchange the texts of their calls.
+Each call of a rank is a `Collective`, by which the ranks notice that their calls do not match.
 
 Derivatives are collectives as well. Four collectives have derivatives, which consist of the same
 four, and all others are built on them:
@@ -24,11 +18,9 @@ collective     what a rank gets                      derivative
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from ctypes import string_at
-from functools import lru_cache, partial, wraps
-from hashlib import sha256
+from functools import partial, wraps
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
@@ -39,16 +31,12 @@ from torch.nn.functional import pad
 
 from replication._torch import (
     all_reduce_in_place,
-    device_of_group,
     gathered,
     is_exporting,
-    is_profiling,
-    named_range,
     uncompiled,
     wait_for_all,
 )
 from replication.devices import current_stream, use_device
-from replication.errors import ReplicationError, add_note
 from replication.groups.base import (
     Group,
     ReduceOp,
@@ -56,12 +44,12 @@ from replication.groups.base import (
     SoloGroup,
     Tensors,
     WithDerivative,
-    check_same_call,
     layouts_of,
     may_overflow,
     reduce_tensors,
     signature_of,
 )
+from replication.groups.collective import Collective
 from replication.groups.graphs import run_in_graph, stays_in_graph
 from replication.groups.registry import as_process_group, check_usable, part_of, state_of, world
 from replication.warning import once_for, warn
@@ -70,117 +58,6 @@ __all__ = ["ProcessGroup"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_REMEDY = (
-    "First check the other ranks' logs for an earlier error. If there is none, at least one rank "
-    "did not make this call. Common causes: a layer is in eval() there; the rank ran out of data "
-    "(see replication.JoinableStep); it skipped backward; it used another shape, dtype or layer; "
-    "only some ranks are compiled; or DDP has find_unused_parameters=True and the ranks use "
-    "different parameters (then pass process_group=torch.distributed.new_group() to the layers)."
-)
-
-
-class Collective:
-    """A call that this rank makes, counted when it is constructed.
-
-    The ``signature`` must match on all ranks, and so must the name of the group, which is that of
-    its layer. How many calls came before is only told in messages: a backend connects the first
-    call of one rank with the first of the others, the second with the second, and so on.
-    """
-
-    # A class, because `contextlib.contextmanager` sets attributes of an error that passes through,
-    # which some classes of errors do not allow.
-
-    #: In profiles.
-    _range: Any = None
-
-    def __init__(self, group: ProcessGroup, signature: Signature) -> None:
-        self.process_group, self.name, self.signature = group.process_group, group.name, signature
-        # A lock would not help: calls in several threads at once would match in no order.
-        state = state_of(self.process_group)
-        self.ordinal = state.calls = state.calls + 1
-
-    def __str__(self) -> str:
-        return f"`{self.name}`, call {self.ordinal}: {self.signature}"
-
-    @property
-    def fingerprint(self) -> int:
-        """A number of 48 bits that is equal on all ranks if their calls match."""
-        return _digest(self.name, self.signature)
-
-    @property
-    def number(self) -> int:
-        """As many bits of the fingerprint as leave its sum over the ranks exact in float32."""
-        size: int = self.process_group.size()
-        return self.fingerprint >> (24 + (size - 1).bit_length())
-
-    def __enter__(self) -> Collective:
-        """Names the call in profiles, and in errors of the ``with`` block."""
-        if is_profiling():
-            self._range = named_range(f"exchange {self.name}, rank {self.process_group.rank()}")
-            self._range.__enter__()
-        if compares_all_calls():
-            # Python closes no block whose `__enter__` raises.
-            try:
-                self.compare_lengths()
-            except BaseException as error:
-                self.__exit__(type(error), error, error.__traceback__)
-                raise
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
-        # If another rank raises or dies, this one gets an error of the backend, or runs into the
-        # timeout of the group.
-        if isinstance(error, Exception) and not isinstance(error, ReplicationError):
-            group = self.process_group
-            advice = " Set TORCH_DISTRIBUTED_DEBUG=INFO in the environment to compare the calls."
-            add_note(error, f"in {self}, rank {group.rank()} of {group.size()}")
-            add_note(error, _REMEDY + advice * (not compares_all_calls()))
-
-    def compare_lengths(self, length: int = 0) -> list[int]:
-        """Returns the lengths of all ranks. Raises `ReplicasDiverged` if their calls differ.
-
-        It is a separate collective, for which the host waits.
-        """
-        fingerprints, lengths = self._gather_integers(self.fingerprint, length)
-        self.check(fingerprints)
-        return lengths
-
-    def check(self, fingerprints: Sequence[float]) -> None:
-        """Raises `ReplicasDiverged`, on every rank, if any two fingerprints of ranks differ."""
-        if fingerprints.count(fingerprints[0]) == len(fingerprints):
-            return
-        text = str(self).encode()
-        (lengths,) = self._gather_integers(len(text))
-        # As plain bytes, because unpickling could run any code.
-        texts = [part.decode(errors="replace") for part in self.gather_bytes(text, lengths)]
-        calls = list(zip(fingerprints, texts, strict=True))
-        check_same_call(calls, f"`{self.name}`", range(len(calls)), "rank")
-
-    def gather_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        """Returns the bytes of all ranks, given how many each has."""
-        padded = bytearray(data.ljust(max(lengths), b"\0"))
-        vector = torch.frombuffer(padded, dtype=torch.uint8)
-        rows = gathered(vector.to(device_of_group(self.process_group)), self.process_group).cpu()
-        # By their addresses, because `Tensor.numpy` needs NumPy, and `tolist` takes much longer.
-        return [string_at(row.data_ptr(), n) for row, n in zip(rows, lengths, strict=True)]
-
-    def _gather_integers(self, *own: int) -> list[list[int]]:
-        vector = torch.tensor(own, device="cpu").to(device_of_group(self.process_group))
-        return gathered(vector, self.process_group).t().tolist()
-
-
-@lru_cache(maxsize=1024)
-def _digest(name: str, signature: Signature) -> int:
-    return int.from_bytes(sha256(f"{name}: {signature}".encode()).digest()[:6], "big")
-
-
-def compares_all_calls() -> bool:
-    """Whether ranks compare each call before they make it, by ``TORCH_DISTRIBUTED_DEBUG``."""
-    # By its value, because every call returns a new object, which takes long to compare.
-    return distributed.get_debug_level().value > 0  # type: ignore[attr-defined, no-any-return]
 
 
 def breaks_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -229,9 +106,8 @@ class ProcessGroup(Group):
 
     Calls of the ranks that do not match are named by `all_gather` and `all_gather_object`, which
     exchange lengths first (with ``same_shape`` they don't). Other mismatches are left to the
-    backend, unless
-    ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` in the environment. Then the ranks compare each call
-    before they make it.
+    backend, unless ``TORCH_DISTRIBUTED_DEBUG`` is ``INFO`` in the environment. Then the ranks
+    compare each call before they make it.
 
     >>> import torch
     >>> from torch import distributed
@@ -283,6 +159,9 @@ class ProcessGroup(Group):
     def where(self) -> str:
         return f"`{self.name}`, rank {self.rank}"
 
+    def _collective(self, signature: Signature) -> Collective:
+        return Collective(self.process_group, self.name, signature)
+
     # -- for layers that have their own autograd nodes -----------------------------------------
 
     def refuse_exports(self) -> None:
@@ -302,7 +181,7 @@ class ProcessGroup(Group):
         Raises:
             ReplicasDiverged: The calls differ. Not on accelerators.
         """
-        with Collective(self, signature) as call:
+        with self._collective(signature) as call:
             if not parts[0].is_cpu:
                 return gathered(torch.cat(parts), call.process_group)
             number = parts[0].new_full((1,), call.number)
@@ -316,7 +195,7 @@ class ProcessGroup(Group):
         Raises:
             ReplicasDiverged: The calls differ. Not on accelerators.
         """
-        with Collective(self, signature) as call:
+        with self._collective(signature) as call:
             if not parts[0].is_cpu:
                 vector = torch.cat(parts)
                 all_reduce_in_place(vector, call.process_group)
@@ -329,14 +208,14 @@ class ProcessGroup(Group):
 
     def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, which has derivatives of any order."""
-        with Collective(self, signature) as call:
+        with self._collective(signature) as call:
             return self._sum(call, tensor)
 
     # -- collectives ---------------------------------------------------------------------------
 
     @breaks_graphs
     def barrier(self) -> None:
-        with Collective(self, Signature("barrier")) as call:
+        with self._collective(Signature("barrier")) as call:
             wait_for_all(call.process_group)
 
     @breaks_graphs
@@ -348,7 +227,7 @@ class ProcessGroup(Group):
         """
         # `torch.distributed.all_gather_object` needs NumPy.
         data = pickle.dumps(obj)
-        with Collective(self, Signature("all_gather_object")) as call:
+        with self._collective(Signature("all_gather_object")) as call:
             parts = call.gather_bytes(data, call.compare_lengths(len(data)))
         return tuple(map(pickle.loads, parts))
 
@@ -370,7 +249,7 @@ class ProcessGroup(Group):
             use_device(stack, device, current_stream(device))
             # Nested in the stack: `ExitStack` rewrites `__context__` of an interrupt that arrives
             # while it closes.
-            with Collective(self, signature) as call:
+            with self._collective(signature) as call:
                 return getattr(self, f"_{name}")(call, *tensors, **option)  # type: ignore[no-any-return]
 
     def _all_reduce(self, call: Collective, tensor: Tensor, op: ReduceOp) -> Tensors:
@@ -475,7 +354,7 @@ class ProcessGroup(Group):
 
         def backward(grad: Tensor) -> Tensor:
             signature = Signature(name, layouts_of([grad], any_length=True))
-            with Collective(self, signature) as backward_call:
+            with self._collective(signature) as backward_call:
                 return derivative(backward_call, grad)
 
         return WithDerivative.apply(collective, backward, tensor)  # type: ignore[no-any-return, no-untyped-call]

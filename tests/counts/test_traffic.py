@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from replication.groups.processes import Collective
+from replication.groups.collective import Collective
 from syncbn import SynchronizedBatchNorm2d
 from tests.kit.ranks import recorded_collectives, run_ranks
 

@@ -182,6 +182,7 @@ def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
         mock.patch.multiple(distributed, **wrapped),
         mock.patch.object(processes, "all_reduce_in_place", in_place),
         mock.patch.object(processes, "gathered", gathered),
+        mock.patch("replication.groups.collective.gathered", gathered),
         mock.patch.object(_torch, "all_reduce_in_place", in_place),
     ):
         yield calls

@@ -224,7 +224,7 @@ def ranks_that_have_caught_an_error_go_on_together(rank: int) -> None:
     """One of them has begun a call more than the other."""
     layers = [ProcessGroup(name=name) for name in ("head", "tail")]
     if rank == 0:
-        with mock.patch("replication.groups.processes.gathered", side_effect=MemoryError):
+        with mock.patch("replication.groups.collective.gathered", side_effect=MemoryError):
             error = outcome_of(lambda: layers[0].all_gather(torch.ones(2))).error
         assert isinstance(error, MemoryError)
     diverges(lambda: layers[rank].all_gather(torch.ones(2)), "rank 0: `head`, ", "rank 1: `tail`")

@@ -121,7 +121,7 @@ def main() -> int:
     for name in given.parts or PARTS:
         begin = time.monotonic()
         status, output = run(python, PARTS[name])
-        lines = output.strip().splitlines() or [""]
+        lines = [line for line in output.splitlines() if line.strip("` ")] or [""]
         if status:
             failed.append(name)
             print(output)

@@ -7,6 +7,7 @@ import re
 from configparser import ConfigParser
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,12 @@ html_show_copyright = html_show_sourcelink = html_use_index = html_domain_indice
 pygments_style = "default"  # the theme's own has no colours for diffs
 pygments_dark_style = "github-dark"
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs
+
+#: Quotes that become boxes, by their first word, with the theme's class of the box.
+BOXES = {"Warning": "warning", "Status": "note"}
+
+#: Tables of so many columns don't fit a phone.
+WIDE = 3
 
 #: The groups of the navigation, by the page that lists them. Patterns stand for files.
 NAVIGATION = {
@@ -115,12 +122,26 @@ def show_warnings(app: Sphinx, docname: str, source: list[str]) -> None:
     """Turns quotes such as `> **Warning:** ...` into coloured boxes."""
 
     def box(found: re.Match[str]) -> str:
-        text = re.sub("^> ?", "", found[2], flags=re.MULTILINE)
-        kind = "warning" if found[1] == "Warning" else "note"
-        return f":::{{{kind}}}\n{text}\n:::\n"
+        indent, name, text = found.groups()
+        lines = re.sub("^ *> ?", "", text, flags=re.MULTILINE).splitlines()
+        begin = [f":::{{admonition}} {name}", f":class: {BOXES[name]}", ""]
+        return "\n".join(indent + line for line in [*begin, *lines, ":::"])
 
-    quote = r"^> \*\*(Warning|Status):\*\* (.*(?:\n>.*)*)\n"
+    quote = rf"^( *)> \*\*({'|'.join(BOXES)}):\*\* (.*(?:\n *>.*)*)$"
     source[0] = re.sub(quote, box, source[0], flags=re.MULTILINE)
+
+
+def label_cells(app: Sphinx, doctree: nodes.document) -> None:
+    """Repeats the head of its column in each cell of a wide table, for phones: see site.css."""
+    for table in doctree.findall(nodes.table):
+        heads, *rows = (list(row.findall(nodes.entry)) for row in table.findall(nodes.row))
+        if len(heads) < WIDE:
+            continue
+        table["classes"].append("wide")
+        for row in rows:
+            for head, cell in zip(heads[1:], row[1:], strict=False):
+                if cell.astext():
+                    cell.insert(0, nodes.paragraph(text=head.astext(), classes=["column"]))
 
 
 def setup(app: Sphinx) -> None:
@@ -129,3 +150,4 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", show_programs)
     app.connect("source-read", link_to_code)
     app.connect("source-read", show_warnings)
+    app.connect("doctree-read", label_cells)

@@ -118,11 +118,11 @@ def test_every_bug_is_tested():
 def row(name: str, seconds: str) -> str:
     """The line of a bug in the table."""
     about = inspect.getdoc(getattr(mutations, name)).partition("\n")[0].removesuffix(".")
-    return line([about, f"`{name}`", *FOUND[name], seconds])
+    return line([f"{about} (`{name}`)", *FOUND[name], seconds])
 
 
 def table(seconds: dict[str, str]) -> str:
-    headings = ["bug", "its name", "where", "what it says", "seconds"]
+    headings = ["bug (its name)", "where", "what it says", "seconds"]
     rows = [row(name, seconds[name]) for name in FOUND]
     return "\n".join([line(headings), line(["---"] * len(headings)), *rows])
 

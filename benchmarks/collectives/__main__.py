@@ -4,13 +4,14 @@
     python -m benchmarks.collectives --write
 
 Each group of figures is found in new processes, which gloo connects, because some of them end in
-an abort. ``--write`` writes the table into ``docs/collectives-compared.md``, and needs all
+an abort. ``--write`` writes the tables into ``docs/collectives-compared.md``, and needs all
 packages of the extra ``audit``.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,8 +28,8 @@ SIZES = (2, 3)
 #: Seconds in which the ranks of a group of figures must end.
 PATIENCE = 60
 
-#: Columns in the order of the table, with their headings.
-COLUMNS = {
+#: Columns of the two tables, with their headings: of gradients, and of what else a user meets.
+GRADIENTS = {
     "sum": "sum",
     "mean": "mean",
     "max": "max",
@@ -37,12 +38,15 @@ COLUMNS = {
     "empty": "empty gather",
     "ignored": "weights",
     "second": "second derivative",
+}
+USE = {
     "bytes": "sent in backward",
     "warnings": "warnings",
     "graph": "one graph",
     "mismatch": "mismatch",
     "replicas": "replicas",
 }
+COLUMNS = GRADIENTS | USE
 
 
 def merged(ranks: Sequence[Ended], headings: Sequence[str]) -> dict[str, str]:
@@ -67,37 +71,38 @@ def results(peer: Peer) -> dict[str, str]:
     return {heading: " and ".join(dict.fromkeys(texts)) for heading, texts in found.items()}
 
 
-def row(peer: Peer) -> str:
+def row(peer: Peer) -> dict[str, str]:
+    """The cells of a peer, by column. Its name has the key ``""``."""
     if peer.version is None:
-        known = peer.by_reading
-        cells = [known.get(heading, NONE) for heading in COLUMNS]
-        return line([f"{peer.name}, by reading (not installed)", *cells])
-    name = f"{peer.name} {peer.version}".strip()
-    found = results(peer)
-    return line([name, *(found[heading] for heading in COLUMNS)])
+        name = f"{peer.name}, by reading (not installed)"
+        return {"": name, **dict.fromkeys(COLUMNS, NONE), **peer.by_reading}
+    return {"": f"{peer.name} {peer.version}".strip(), **results(peer)}
+
+
+def table(rows: Sequence[dict[str, str]], columns: dict[str, str]) -> str:
+    lines = [["", *columns.values()], ["---"] * (1 + len(columns))]
+    lines += [[cells[key] for key in ("", *columns)] for cells in rows]
+    return "\n".join(line(cells) for cells in lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.collectives", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--write", action="store_true", help="write the table into the page")
+    parser.add_argument("--write", action="store_true", help="write the tables into the page")
     options = parser.parse_args()
     missing = [peer.library for peer in PEERS if peer.version is None]
     if options.write and missing:
         parser.error(f"--write needs all packages: install {', '.join(missing)}")
-    headings = ["", *COLUMNS.values()]
-    texts = [
-        f"Found with torch {torch.__version__}.\n",
-        line(headings),
-        line(["---"] * len(headings)),
-    ]
-    print("\n".join(texts), flush=True)
+    rows = []
     for peer in PEERS:
-        texts.append(row(peer))
-        print(texts[-1], flush=True)
+        print(f"{peer.name} ...", file=sys.stderr, flush=True)
+        rows.append(row(peer))
+    found = [f"Found with torch {torch.__version__}.", table(rows, GRADIENTS), table(rows, USE)]
+    text = "\n\n".join(found)
+    print(text)
     if options.write:
-        page = replaced(PAGE.read_text("utf-8"), "collectives", "\n".join(texts))
+        page = replaced(PAGE.read_text("utf-8"), "collectives", text)
         PAGE.write_text(page, "utf-8")
 
 

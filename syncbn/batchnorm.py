@@ -1,10 +1,9 @@
-"""`SynchronizedBatchNorm1d`, `2d` and `3d`: the layers, their arguments and their buffers."""
+"""`SynchronizedBatchNorm1d`, `2d` and `3d`: the layers, and what each call computes with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -17,19 +16,18 @@ from replication.extending import (
     dispatch_modes,
     has_other_derivatives,
     has_other_processes,
-    is_dtensor,
-    is_int,
     lost_derivatives,
     name_in_graph,
     uncompiled,
     unseen_by_checkpoints,
 )
+from syncbn.arguments import check_group_size, checked_arguments, named, padding_of
 from syncbn.by_textbook import normalized_by_textbook
 from syncbn.channels import HALF, accumulation_dtype, in_dtype, with_usual_strides
 from syncbn.kernels import kernels_for
 from syncbn.ranks import normalized_in_rank
 from syncbn.replicas import PastCall, normalized_in_replica
-from syncbn.statistics import Arguments, CountBatch, Epsilon, Moments, RunningStatistics
+from syncbn.statistics import Arguments, CountBatch, Moments, RunningStatistics
 from syncbn.textbook import add_in_graph, batch_norm, exact_batch_norm, without
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -44,10 +42,6 @@ __all__ = [
 
 #: The buffers with which CSAIL's layers correct the bias of their running statistics.
 CORRECTION = frozenset(("_tmp_running_mean", "_tmp_running_var", "_running_iter"))
-
-_DTYPES = (*HALF, torch.float32, torch.float64)
-_LOCAL = (Tensor, nn.Parameter, type(None))
-_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 _eps_mode = "plus"
 
@@ -74,14 +68,6 @@ def set_sbn_eps_mode(mode: str) -> None:
     _eps_mode = mode
 
 
-def check_group_size(size: int | None) -> None:
-    """Raises TypeError or ValueError unless ``size`` is None or a positive int."""
-    if size is not None and (not is_int(size) or size < 1):
-        error, got = ValueError if is_int(size) else TypeError, f"(got {size!r})"
-        by_name = "" if is_int(size) else "; pass a group of torch.distributed as process_group="
-        raise error(f"group_size must be an int of at least 1, or None {got}{by_name}")
-
-
 class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     """The base class of the layers for 1, 2 and 3 dimensions.
 
@@ -95,16 +81,18 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
     ================================================  =========================================
     traced by `torch.fx`                              nothing yet: it becomes a leaf
     evaluation                                        torch's layer
-    evaluation with a mask, no running statistics     the textbook, for the shard
-    compiled, alone                                   torch's layer; with a mask the textbook
-    compiled, between ranks                           the textbook, with its sum in the graph
+    evaluation with a mask, no running statistics     the reference, for the shard
+    compiled, alone                                   torch's layer; with a mask the reference
+    compiled, between ranks                           the reference, with its sum in the graph
     compiled, in replicas, or where torch or options  as uncompiled, out of the graph
     don't let the sum into the graph
-    alone                                             torch's layer; with a mask the textbook
-    with a mask, in clamp mode, or without kernels    the textbook, `syncbn.by_textbook`
-    in replicas                                       the kernels, `syncbn.replicas`
-    between ranks                                     the kernels, `syncbn.ranks`
+    alone                                             torch's layer; with a mask the reference
+    with a mask, in clamp mode, or without kernels    the reference, `syncbn.by_textbook`
+    in replicas                                       a fast path, `syncbn.replicas`
+    between ranks                                     a fast path, `syncbn.ranks`
     ================================================  =========================================
+
+    The reference is the reference implementation, `syncbn.textbook`.
     """
 
     #: Whether the buffers belong to the original module. On replicas, only copy 0 shares them.
@@ -165,7 +153,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """
         if isinstance(input, Proxy):
             return self._traced(input, mask)
-        padding = None if mask is None else self._padding_of(input, mask)
+        padding = None if mask is None else padding_of(self, input, mask)
         if not self.training:
             # A training forward may update the original's buffers before the backward of this one.
             is_shared = self._past_calls is not None and self._has_original_buffers
@@ -218,8 +206,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         return without(self._alone(without(input, padding), copies_buffers), padding)
 
     def _by_textbook_alone(self, input: Tensor, padding: Tensor) -> tuple[Tensor, Moments]:
-        arguments = self._checked_arguments(input)._replace(epsilon=Epsilon(self.eps))
-        return exact_batch_norm(*arguments, lambda sums: sums, padding)
+        return exact_batch_norm(*checked_arguments(self, input), lambda sums: sums, padding)
 
     def _trained_in_graph(self, input: Tensor, padding: Tensor | None) -> Tensor:
         """Trains as `torch.compile` can see it, or breaks its graph."""
@@ -235,7 +222,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
             name, tag = name_in_graph(self.process_group), self.running_mean
             fits_graph = self.group_size is None and self.track_running_stats
             if fits_graph and name is not None and tag is not None:
-                arguments = self._checked_arguments(input)
+                arguments = checked_arguments(self, input, _eps_mode == "clamp")
                 y, moments = batch_norm(*arguments, partial(add_in_graph, name, tag[:1]), padding)
                 self._count_batch().update(moments)
                 return y
@@ -245,13 +232,12 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         group = self.group
         if group.size == 1 and padding is None:
             if self.process_group is not None:
-                self._checked_arguments(input)
+                checked_arguments(self, input)
             return self._alone(input)
-        arguments = self._checked_arguments(input)
-        if group.size == 1:
-            arguments = arguments._replace(epsilon=Epsilon(self.eps))
-        elif has_other_derivatives((input, arguments.weight, arguments.bias)):
-            raise lost_derivatives(self._named())
+        clamps = group.size > 1 and _eps_mode == "clamp"
+        arguments = checked_arguments(self, input, clamps)
+        if group.size > 1 and has_other_derivatives((input, arguments.weight, arguments.bias)):
+            raise lost_derivatives(named(self))
         is_counted = self._has_original_buffers and not group.recomputes
         count_batch = self._count_batch if is_counted else RunningStatistics
         if not dispatch_modes():
@@ -261,93 +247,6 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
 
     # Uncompiled as a whole, because `torch.compile` would compile `self.group` for each layer.
     _trained_out_of_graph = uncompiled(_trained)
-
-    def _padding_of(self, input: Tensor, mask: Tensor) -> Tensor:
-        """Returns where values do not count, ``(N, 1, ...)``. Raises if the mask does not fit."""
-        # Before another replica waits for this one.
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or is_dtensor(mask):
-            got = f"{type(mask).__name__}{f' of {mask.dtype}' if isinstance(mask, Tensor) else ''}"
-            raise TypeError(
-                f"{self._named()} takes a mask in torch.bool, true where a value counts (got "
-                f"{got}); pass mask.bool(), or ~key_padding_mask, or of lengths, "
-                "torch.arange(L) < lengths[:, None]"
-            )
-        expected = input.shape[:1] + input.shape[2:]
-        if mask.shape != expected:
-            raise ValueError(
-                f"{self._named()} takes a mask of the input's size without dimension 1, "
-                f"{list(expected)} (got {list(mask.shape)} for an input of {list(input.shape)}); "
-                "drop a dimension of channels by mask.squeeze(1), or fill others by mask.expand"
-            )
-        if mask.device != input.device:
-            raise RuntimeError(
-                f"{self._named()} takes a mask on {input.device}, as its input (got "
-                f"{mask.device}); move it by mask.to(x.device)"
-            )
-        return ~mask.unsqueeze(1)
-
-    def _checked_arguments(self, input: Tensor) -> Arguments:
-        """Returns the arguments of a call. Raises on those that torch's kernels would refuse."""
-        # Before another replica waits for this one.
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        # Looked up once, because a parametrization computes a parameter at each access.
-        parameters, buffers = self._parameters, self._buffers
-        if "weight" in parameters and "bias" in parameters:
-            weight, bias = parameters["weight"], parameters["bias"]
-        else:  # what takes longer
-            weight, bias = self.weight, self.bias
-        dtype, features, eps, momentum = input.dtype, self.num_features, self.eps, self.momentum
-        for tensor in (input, weight):
-            if type(tensor) not in _LOCAL and is_dtensor(tensor):
-                raise TypeError(
-                    f"{self._named()} takes local tensors (got a DTensor); pass x.to_local(), and "
-                    "for a batch sharded over one dimension of a mesh, process_group=mesh['dp']"
-                )
-        if input.size(1) != features:
-            parallel = "; after a ColwiseParallel layer, give that output_layouts=Replicate()"
-            raise ValueError(
-                f"{self._named()} expected {features} channels in dimension 1 (got size "
-                f"{input.size()}){parallel if has_other_processes() else ''}"
-            )
-        if dtype not in _DTYPES:
-            raise NotImplementedError(f"{self._named()} is not implemented for inputs of {dtype}")
-        if (
-            type(eps) is not float
-            or not eps > 0
-            or not (momentum is None or type(momentum) is float)
-        ):
-            self._check_numbers()
-        mean, var = buffers.get("running_mean"), buffers.get("running_var")
-        device, kinds = input.device, (dtype, torch.float32) if dtype in HALF else (dtype,)
-        for tensor, name in zip((weight, bias, mean, var), _TENSORS, strict=True):
-            if tensor is None:
-                continue
-            if tensor.numel() != features:
-                raise RuntimeError(
-                    f"{name} should contain {features} elements not {tensor.numel()}"
-                )
-            if tensor.device != device or tensor.dtype not in kinds:
-                raise RuntimeError(
-                    f"{self._named()} expected an input in {tensor.dtype} on {tensor.device}, as "
-                    f"its {name} (got {dtype} on {device}); convert one by .to()"
-                )
-        return Arguments(input, weight, bias, Epsilon(eps, _eps_mode == "clamp"))
-
-    def _check_numbers(self) -> None:
-        """Raises unless torch's layer would take ``eps`` and ``momentum``."""
-        for name in ("eps", "momentum"):
-            number: Any = getattr(self, name)
-            if name == "momentum" and number is None:
-                continue
-            is_scalar = isinstance(number, Tensor) and not (
-                number.dim() or number.is_complex() or number.requires_grad
-            )
-            if not isinstance(number, Real) and not is_scalar:
-                raise TypeError(f"{self._named()}: {name} must be a number (got {number!r})")
-            if name == "eps" and float(number) <= 0:
-                raise ValueError(f"{self._named()}: eps must be positive (got {number!r})")
-            float(number)  # an int may be too large, and a tensor may have no value
 
     def _count_batch(self) -> RunningStatistics:
         """Counts a batch, and returns the buffers to update with its moments."""
@@ -366,12 +265,6 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
                 momentum = torch.ones((), dtype=dtype, device="cpu") / batches
         return RunningStatistics(mean, buffers.get("running_var"), momentum)
 
-    def _named(self) -> str:
-        """Returns the name and the class of the layer, for messages."""
-        # Nothing else reads the name: `torch.compile` would compile each layer again.
-        kind = type(self).__name__
-        return kind if self._layer_name is None else f"`{self._layer_name}` ({kind})"
-
 
 def _synchronized(
     arguments: Arguments,
@@ -380,7 +273,7 @@ def _synchronized(
     count_batch: CountBatch,
     padding: Tensor | None,
 ) -> Tensor:
-    """Normalizes a shard with the moments of the whole batch, by the textbook or a fast path."""
+    """Normalizes a shard with the moments of the whole batch, by the reference or a fast path."""
     original = arguments.x
     x = original if type(original) is Tensor else original.as_subclass(Tensor)
     if 1 in x.shape:

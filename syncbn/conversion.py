@@ -26,7 +26,8 @@ from replication.extending import (
     warn,
     with_class,
 )
-from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm, check_group_size
+from syncbn.arguments import check_group_size
+from syncbn.batchnorm import CORRECTION, SynchronizedBatchNorm
 from syncbn.kinds import (
     DERIVED,
     PIPES,

@@ -73,6 +73,7 @@ def test_readme_and_matrix_have_the_oldest_versions_and_the_matrix_all_classifie
 #: Modules that are tested with their only user, and the file of these tests.
 TESTED_WITH = {
     "agreement": "replication/test_verify_ranks.py",
+    "arguments": "syncbn/test_refusals.py",
     "base": "replication/test_replicas.py",
     "by_textbook": "syncbn/test_masks.py",
     "broadcast": "replication/test_replicate.py",

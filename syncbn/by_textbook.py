@@ -1,4 +1,4 @@
-"""The path of the textbook: a call of a layer in the copies of any group, on any device.
+"""The path of the reference implementation: a call in the copies of any group, on any device.
 
 Calls with a mask take it, calls in clamp mode, and calls on devices that lack the kernels of the
 fast paths. The copies add two vectors forward and one backward (see `exact_batch_norm`). The first
@@ -53,7 +53,8 @@ def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor)
     if isinstance(group, ProcessGroup):
         group.refuse_exports()
         requires_grad = x.requires_grad and torch.is_grad_enabled()
-        # As many numbers as on the fast path, so that a mask on some ranks only is found.
+        # As many numbers as `syncbn.ranks` sends, so that ranks whose calls differ, some with a
+        # mask and some without, can gather at all, and then compare their calls.
         rows = group.gather(Signature(name, layouts, requires_grad), sums, sums[1:])
         return rows[:, : len(sums)].sum(0)
     return sums

@@ -9,8 +9,9 @@ dy * (x - mean). Everything else concerns the shard of this rank alone, and is d
 (see `syncbn.kernels`), in one autograd node that saves x and vectors of length C. On accelerators
 the host waits for nothing.
 
-If gradients need derivatives, the backward computes the output once more by the textbook, with a
-sum over the ranks that has a derivative. All ranks take part in it.
+If gradients need derivatives, the backward computes the output once more by the reference
+implementation (`syncbn.textbook`), with a sum over the ranks that has a derivative. All ranks take
+part in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read this file first: synchronized batch normalization in plain operations.
+"""The reference implementation, in plain operations: read this file first.
 
 Each copy of a layer has a shard x of the batch, ``(N, C, ...)``. Shards may differ in N, which may
 also be 0. Let ``add`` be a function that sums a vector over all copies. Then for each channel
@@ -19,7 +19,7 @@ it the two sums in the gradient of x (section 3 of the same paper) span the whol
          * weight / sqrt(var + eps)
 
 This defines the results that the project guarantees. The fast paths (`syncbn.ranks` and
-`syncbn.replicas`) compute the same with fewer operations. The textbook itself runs wherever speed
+`syncbn.replicas`) compute the same with fewer operations. The reference itself runs wherever speed
 is not the point:
 
 - under `torch.compile`, because ``add`` can stay in the graph (see `add_in_graph`),
@@ -52,7 +52,7 @@ Pairwise Algorithm for Computing Sample Variances", 1979):
 
 where shard i has n_i values per channel. Nothing cancels here, so one exchange is exact at any
 mean. But each copy needs the means of all others, so the copies gather them instead of adding,
-while the textbook asks for no more than a sum.
+while the reference asks for no more than a sum.
 
 Empty shards
 ------------

@@ -103,16 +103,16 @@ class ReplicaAware(_Base):
             ValueError: This process is not in ``process_group``, or ``group_size`` is less than 1.
             TypeError: ``group_size`` is not an int, or a submodule is named ``group``.
         """
-        connection = self._connection
-        if connection is not None and connection.parameters is not self._parameters:
-            connection = None
         if "group" in self._modules:
             raise TypeError(
                 f"ReplicaAware reserves the name `group`, but this {type(self).__name__} has a "
                 "submodule of that name; rename the submodule"
             )
+        connection = self._connection
+        if connection is not None and connection.parameters is not self._parameters:
+            connection = None  # it was inherited
         if connection is None:
-            group = SoloGroup() if self._warn_if_isolated() else self._group_of_processes()
+            group = SoloGroup() if self._is_isolated() else self._group_of_processes()
         elif connection.group.size == 1:
             group = self._group_of_processes()
         else:
@@ -149,8 +149,8 @@ class ReplicaAware(_Base):
         # By `getattr`: torch 2.6 cannot compile `vars` of a module.
         return getattr(self, IS_REPLICA, False) or this_thread.current is not None
 
-    def _warn_if_isolated(self) -> bool:
-        """Whether a replica calls this layer without its copies. Warns if it is in a forward."""
+    def _is_isolated(self) -> bool:
+        """Whether a replica calls this layer without its copies. Warns if in a forward."""
         current = this_thread.current
         if IS_REPLICA in vars(self):  # `getattr` would search, and then make an error
             what = (

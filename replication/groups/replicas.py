@@ -114,10 +114,13 @@ class Request(NamedTuple):
     nodes: int
 
 
-# Outside a forward there is no rendezvous. It does not refer to their groups, so that it is
-# freed with the last of them.
+# It does not refer to the groups of its members, so that it is freed with the last of them.
 class Communicator(Exchange):
-    """The state that the members of one group share in one forward."""
+    """The state that the members of one group share in one forward.
+
+    The ``rendezvous`` is that of the forward, or None outside a forward: in a context that was
+    copied or created by hand.
+    """
 
     def __init__(self, rendezvous: Rendezvous | None, layer: str, replicas: Sequence[int]) -> None:
         is_part = rendezvous is not None and len(replicas) != rendezvous.size
@@ -171,7 +174,7 @@ class Communicator(Exchange):
             set_grad_modes(stack, grad=grad, inference=inference)
             if sees_saved_tensors():
                 stack.enter_context(hidden_from_hooks())
-            # Read here, because the function may compute while its answers are read.
+            # Made a list in this block, because the function may be a generator.
             answers = list(requests[0].merge(list(map(attrgetter("message"), requests))))
         return zip(answers, repeat(nodes_made() if grad else 0))
 
@@ -185,7 +188,7 @@ def hidden_from_hooks() -> saved_tensors_hooks:
 def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     """Returns the tensor, and checks its version as torch does where there are no hooks."""
     tensor, version = packed
-    if tensor._version != version:
+    if tensor._version != version:  # detached tensors share it with the original
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation after a collective: a tensor of shape {list(tensor.shape)} is at version "
@@ -203,8 +206,9 @@ class ReplicaGroup(Group):
     """
 
     def __init__(self, rank: int, size: int, communicator: Communicator) -> None:
-        self.rank, self.size = rank, size
+        super().__init__(rank, size)
         self._communicator = communicator
+        #: The index of the replica. It differs from the rank in parts (see `Group.split`).
         self._replica = communicator.replicas[rank]
 
     @property
@@ -340,6 +344,7 @@ def _all_gather(members: list[Tensors], same_shape: bool = False) -> list[Tensor
 
 
 def _reduce_scatter(members: list[Tensors], op: ReduceOp) -> Iterable[Tensors]:
+    # Part i of every member is for member i, and goes to its device.
     for own, parts in zip(members, zip(*members, strict=True), strict=True):
         yield (reduce_tensors([to_device(part, own[0].device) for part in parts], op),)
 

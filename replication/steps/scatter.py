@@ -17,6 +17,9 @@ from replication.tree import Leaf, flatten, leaves_of, replace_leaves
 
 __all__ = ["scatter", "scatter_kwargs"]
 
+#: One device per part. None leaves a part where it is.
+Devices = Sequence[torch.device | None]
+
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
     """Splits the tensors in ``inputs`` along ``dim``, one part per replica.
@@ -91,6 +94,7 @@ def scatter_kwargs(
         count = min([len(targets), *map(len, scattered)])
         args = tuple(_as_scattered(f"args[{i}]", x, count) for i, x in enumerate(args))
         named = {name: _as_scattered(name, x, count) for name, x in named.items()}
+    # On one device arguments are moved, and not split.
     if len(targets) == 1 and not any(isinstance(x, Scattered) for x in leaves_of((args, named))):
         moving = {name: value for name, value in named.items() if name not in cpu_keywords}
         args, moving = moved((args, moving), targets[0])
@@ -99,7 +103,7 @@ def scatter_kwargs(
     keyword, rebuild_kwargs = flatten(named)
     leaves, first = positional + keyword, len(positional)
     if not any(isinstance(leaf.value, Scattered) or _is_batch(leaf) for leaf in leaves):
-        targets = targets[:1]
+        targets = targets[:1]  # one call without a batch, where `scatter` makes one per device
     staying = [i for i, leaf in enumerate(keyword, first) if leaf.path[0].key in cpu_keywords]
     parts = split_leaves(leaves, targets, dim, staying)
     return (
@@ -117,10 +121,6 @@ def _as_scattered(name: str, argument: Any, count: int) -> Scattered:
             f"entry per replica (expected {count}, got {got}); only a Scattered may have fewer"
         )
     return Scattered(argument)
-
-
-#: One device per part. None leaves a part where it is.
-Devices = Sequence[torch.device | None]
 
 
 class Split(NamedTuple):
@@ -194,15 +194,16 @@ def _parts_of(leaf: Leaf, split: Split, dim: int, devices: Devices, all_devices:
 
 
 def _views(leaf: Leaf, split: Split, dim: int, all_devices: int) -> Sequence[Tensor]:
-    """Cuts a tensor."""
+    """Cuts a tensor like the batch, or into its entries per device."""
     length, tensor = _length(leaf, dim), leaf.value
     if split.lengths is not None:
         if sum(split.lengths) == length:
             return tensor.split(split.lengths, dim)  # type: ignore[no-any-return]
         if length == all_devices:  # just as in torch, entries of devices without data are dropped
             return tensor.split(1, dim)[: split.replicas]  # type: ignore[no-any-return]
-    told = split.lengths is not None
-    have = f"has length {sum(split.lengths or ())}" if told else "does not tell its lengths"
+        have = f"has length {sum(split.lengths)}"
+    else:
+        have = "does not tell its lengths"
     raise ValueError(
         f"{_title(leaf)} has length {length} in dimension {dim}, but the batch ({split.title}) "
         f"{have}, so it can't be split the same way; if every replica needs all of it, register "

@@ -97,11 +97,11 @@ def calling_replica(name: str) -> CurrentReplica:
 _REDUCE = "__reduce_ex__"
 
 
-# An attribute of the replica. A hook would miss ``replica.forward(...)``, which runs no hooks. It
-# refers to the replica weakly, so that no cycle keeps the parameters alive. Copies of the replica
-# do not get it, because it would run the replica itself: a second attribute sees to that.
+# Not a hook, because ``replica.forward(...)`` runs no hooks. It refers to the replica weakly, so
+# that no cycle keeps the parameters alive. Copies of the replica do not get it, because it would
+# run the replica itself: a second attribute, `reduce`, sees to that.
 class TrackedForward:
-    """Overrides ``forward`` of a replica, to report when it begins, ends and fails."""
+    """The attribute ``forward`` of a replica, which reports when it begins, ends and fails."""
 
     def __init__(self, owner: nn.Module, rendezvous: Rendezvous, replica: int) -> None:
         #: Returns the module, or None when it is gone.
@@ -139,7 +139,7 @@ class TrackedForward:
         owner, current = self.owner(), this_thread.current
         forward = self.previous or partial(type(owner).forward, owner)
         if current is not None and current[:2] == (self.rendezvous, self.replica):
-            return forward(*args, **kwargs)  # reported already
+            return forward(*args, **kwargs)  # this thread has reported the beginning already
         return self.run(partial(forward, *args, **kwargs))
 
     def run(self, work: Callable[[], T], device: torch.device | None = None) -> T:
@@ -190,7 +190,7 @@ def attach_rendezvous(replicas: Sequence[nn.Module]) -> Rendezvous:
 
 
 def tracked_forwards(replicas: Sequence[Any]) -> list[TrackedForward]:
-    """The override of each replica that belongs to a forward."""
+    """The override of each replica that belongs to a forward. Others may be of any kind."""
     methods = [getattr(replica, "__dict__", {}).get("forward") for replica in replicas]
     return [method for method in methods if isinstance(method, TrackedForward)]
 
@@ -234,4 +234,4 @@ def first_failure_wins(
         # Outside the except clause, so that the error keeps its own context.
         raise failure
     finally:
-        del failure  # see `Outcome.unwrap`
+        del failure  # see `replication.steps.threads.Outcome.unwrap`

@@ -143,7 +143,7 @@ def distilled(loss: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def assigned(loss: Any, a: Tensor, b: Tensor) -> Tensor:
-    layer = nn.utils.skip_init(nn.Linear, 6, 4, bias=False).to(a)
+    layer = nn.utils.skip_init(nn.Linear, 6, 4, bias=False).to(a).requires_grad_(False)
     nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
     return loss(a, b, layer)
 

@@ -68,8 +68,8 @@ def kind_of(result: Verification) -> str:
         return "equal"
     if half := HALF.search(result.explanation):
         return "1/2" if half[1] == "every gradient is" else "1/2, equal"
-    lines = result.explanation.splitlines()
-    is_weighted = lines and all("weighs the gradients" in text for text in lines)
+    _, *lines = result.explanation.splitlines()  # the first says where the difference begins
+    is_weighted = bool(lines) and all("weighs the gradients" in text for text in lines)
     return WEIGHTED if is_weighted else "other"
 
 

@@ -202,7 +202,8 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """Normalizes what is no padding with the running statistics, or its own without them."""
         if self._buffers.get("running_mean") is None:
             return self._by_textbook_alone(input, padding)[0]
-        # Also before, because the gradient of the weight is a sum over all positions.
+        # Padding is left out before as well, because the gradient of the weight is a sum over all
+        # positions.
         return without(self._alone(without(input, padding), copies_buffers), padding)
 
     def _by_textbook_alone(self, input: Tensor, padding: Tensor) -> tuple[Tensor, Moments]:
@@ -252,7 +253,7 @@ class SynchronizedBatchNorm(ReplicaAware, _BatchNorm):
         """Counts a batch, and returns the buffers to update with its moments."""
         if not self.track_running_stats:
             return RunningStatistics()
-        momentum: Any = float(self.momentum or 0.0)
+        momentum: Any = float(self.momentum or 0.0)  # of a cumulative average, see below
         buffers = self._buffers  # attributes that torch looks up in Python
         mean = buffers.get("running_mean")
         batches = buffers.get("num_batches_tracked")

@@ -156,9 +156,10 @@ def in_one_dtype(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | N
 
 
 def _update(running: RunningStatistics, new: Tensor, is_counted: Tensor | None) -> None:
-    """Updates buffers with new values, rounded once, if the tensor is None or true.
+    """Updates buffers with new values, ``(2, C)``, rounded once.
 
-    The new values, ``(2, C)``, are multiplied by a momentum that is a number, and not by a tensor.
+    A momentum that is a number is in the new values already, and one that is a tensor is not.
+    ``is_counted`` is a tensor of one bool where only the device knows whether the batch counts.
     """
     for buffer, value in zip((running.mean, running.var), new.unbind(), strict=True):
         if buffer is None:

@@ -222,7 +222,7 @@ def on_device(moments: KernelMoments, device: torch.device) -> Sequence[Tensor]:
 
 
 def connected(shards: Sequence[Shard], batches: Sequence[KernelMoments]) -> tuple[Tensor, ...]:
-    """Returns the outputs of some shards, on the CPU still without values."""
+    """Connects some shards by the joint node. On the CPU its outputs still have no values."""
     # Replicas have copies of the same parameters, so the first may get the sum of the gradients.
     args = shards, batches, shards[0].weight, shards[0].bias, *[shard.x for shard in shards]
     return _connect(*args)  # type: ignore[no-any-return]
@@ -260,13 +260,14 @@ class NormalizeReplicas(Function):
         k, saved = len(dys), ctx.saved_tensors
         used = [dy for dy in dys if dy is not None]
         if not used:  # the engine cannot know that no gradient comes
-            return (None,) * (4 + k)
+            return (None, None, None, None, *[None] * k)
         for dy in used:
             if dy.device in ctx.streams:
                 record_stream(dy, ctx.streams[dy.device])  # it may come from another stream
         weights, own = saved[:k], iter(saved[k:])
         with use_streams(ctx.streams):
-            # (7) Here, because a checkpoint computes what it unpacks.
+            # (7) From the nodes of `Save`, or from this one. In these streams, because a
+            # checkpoint computes what it unpacks.
             xs = [next(own) if h is None else h.saved_tensors[0] for h in ctx.holders]
             pairs = zip(dys, xs, strict=True)
             all_dys = [torch.zeros_like(x) if dy is None else dy for dy, x in pairs]
@@ -406,7 +407,9 @@ def recomputed(shard: Shard, past_calls: Sequence[PastCall], where: str) -> Tens
     # Saved after the comparison, because a checkpoint ends the recomputation when all is saved.
     shard.save_in_this_thread()
     if call.requires_grad and not shard.x.requires_grad:
-        shard.x = shard.x.detach().requires_grad_()  # perhaps only other replicas' inputs did
+        # The output must require gradients, as in forward, where perhaps only the input of another
+        # replica did.
+        shard.x = shard.x.detach().requires_grad_()
     with hidden_from_hooks():
         (y,) = connected([shard], [call.batch])
     return shard.output(call.batch, y)

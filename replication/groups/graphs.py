@@ -38,8 +38,9 @@ def _next_tag() -> int:
     return next(_tags) % 2048
 
 
-def stays_in_graph(name: str, tensors: Tensors, same_shape: bool = False, **option: Any) -> bool:
+def stays_in_graph(name: str, tensors: Tensors, same_shape: bool = False, **_: Any) -> bool:
     """Whether `run_in_graph` has a collective, given its arguments."""
+    # Without same_shape the lengths travel first, and the host waits for them.
     has_operators = name in ("all_reduce", "broadcast") or (name == "all_gather" and same_shape)
     return COMPILES_COLLECTIVES and has_operators and tensors[0].dtype in _DTYPES
 

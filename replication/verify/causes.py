@@ -186,6 +186,6 @@ def _of_none(case: Case, relation: str, term: str) -> str:
     )
     return (
         "No usual cause fits: no weights of the ranks' losses give the gradient of one device. "
-        "Look at what the loss gathers or reduces, in which dimension, and over which ranks"
-        f"{'' if term else advice}"
+        "Look at what the loss gathers or reduces, in which dimension, and over which "
+        f"ranks{advice}"
     )

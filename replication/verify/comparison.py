@@ -170,7 +170,8 @@ def _verify_replicas(
 
     def replicated(net: nn.Module) -> nn.Module:
         runner = DataParallel(net, devices, dim=dim)
-        once_for(runner)  # the result names plain batch norm, no warning does
+        # As if it had warned of plain batch norm already: the result names that.
+        once_for(runner)
         return runner
 
     with as_world(None):

@@ -108,6 +108,7 @@ def theirs(rank: int, names: list[str]) -> dict[str, str]:
             stack.enter_context(replace(Tensor, "cuda", lambda tensor, device=None: tensor))
             stack.enter_context(replace(module, "torch", Torch()))
             test = inspect.unwrap(getattr(type(case), name))  # without what skips it
+            torch.manual_seed(0)  # on all ranks alike, as their `setUp` does it
             try:
                 test(case)
             except (Exception, unittest.SkipTest) as error:

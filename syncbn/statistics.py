@@ -81,7 +81,7 @@ class RunningStatistics(NamedTuple):
         """Updates the buffers in place, as torch does, with mean and unbiased variance."""
         (total, mean, var), weight = batch, self.momentum
         if isinstance(weight, Tensor):
-            weight = weight.to(var)
+            weight = in_float64(weight).to(var.device)  # where a device has no float64, the CPU
         if isinstance(total, Tensor):  # the host does not know whether it is above 1
             weight = weight * (total > 1).to(var)
             total = total.clamp(min=2)

@@ -43,7 +43,8 @@ PARTS = {
     "matrix": Part(2, f"{PYTEST} tests/cuda"),
     "matrix-4": Part(4, f"{PYTEST} tests/cuda"),
     "matrix-lazy": Part(2, f"{PYTEST} tests/cuda", is_lazy=True),
-    "suite": Part(2, f"{PYTEST} --ignore=tests/cuda"),  # as the README runs it
+    # What is slow starts processes, compiles and trains on the CPU, here as anywhere.
+    "suite": Part(2, f"{PYTEST} -m not(slow) --ignore=tests/cuda --ignore=tests/project"),
     "suite-4": Part(4, f"{PYTEST} {OF_DEVICES}"),
     "suite-lazy": Part(2, f"{PYTEST} {OF_DEVICES}", is_lazy=True),
     # Networks of a real size would take minutes on the CPU. Whether it ends is the question.

@@ -142,7 +142,7 @@ def in_all_uses(rank: int) -> dict[str, tuple[Any, Any]]:
         "checkpoint": Recomputed,
         "data parallel": DistributedDataParallel,
         "mesh": lambda net: convert_model(net, process_group=mesh["dp"]),
-        "sharded": fully_shard,
+        "sharded": partial(fully_shard, mesh=mesh["dp"]),  # of CPUs, even beside GPUs
     }
     found = {}
     for name, use in uses.items():

@@ -694,15 +694,16 @@ def trained(rank: int, accumulate: int = 1, reentrant: bool | None = None) -> di
 def sharded(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     warnings.simplefilter("ignore")  # of FSDP itself
     net = convert_model(network())
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))  # even beside GPUs
     for module in (net[4], net):
-        fully_shard(module)
+        fully_shard(module, mesh=mesh)
     train(net, PARTS[rank], None, 1, scale=2)
     options = StateDictOptions(full_state_dict=True)
     full = get_model_state_dict(net, options=options)
     kinds = {type(tensor).__name__ for tensor in net.state_dict().values()}
     # And back: from the sharded and from a full state.
     other = convert_model(network())
-    fully_shard(other)
+    fully_shard(other, mesh=mesh)
     other.load_state_dict(net.state_dict())
     again = get_model_state_dict(other, options=options)
     return full, again, kinds

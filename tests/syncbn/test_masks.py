@@ -15,6 +15,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from replication import DataParallel, ReplicasDiverged, ReplicationError
+from replication._torch import COMPILES_COLLECTIVES
 from syncbn import SynchronizedBatchNormNd, verify
 from tests.kit import oracle
 from tests.kit.devices import several
@@ -369,8 +370,9 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda net: net,
     "in a checkpoint": InCheckpoint,
     "in a reentrant checkpoint": partial(InCheckpoint, use_reentrant=True),
-    "compiled": partial(torch.compile, fullgraph=True, backend="aot_eager"),
 }
+if COMPILES_COLLECTIVES:  # from torch 2.13 on
+    WRAPS["compiled"] = partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
 def steps_of_rank(rank: int, lengths: Any) -> dict[str, list[Tensor]]:

@@ -244,8 +244,9 @@ def replaced(page: str, name: str, text: str) -> str:
     return before + text + after
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def print_or_write(about: str | None, table: Callable[[], str], name: str) -> None:
+    """Runs a program that prints a table, and with ``--write`` writes it between its marks."""
+    options = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     options.add_argument("--write", action="store_true", help="write the table into the page")
     given = options.parse_args()
     try:
@@ -254,8 +255,8 @@ def main() -> None:
         options.error(str(reason))
     print(found.strip())
     if given.write:
-        PAGE.write_text(replaced(PAGE.read_text("utf-8"), "launches", found), "utf-8")
+        PAGE.write_text(replaced(PAGE.read_text("utf-8"), name, found), "utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, table, "launches")

@@ -9,18 +9,16 @@ row says. So a host that waits for them waits as long as it would for those of a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from torch import distributed, nn
 
 from benchmarks import simulated
-from benchmarks.launches import RANKS, SHAPE, WAYS, in_ranks, nccl, replaced, stack
+from benchmarks.launches import RANKS, SHAPE, WAYS, in_ranks, nccl, print_or_write, stack
 from benchmarks.measuring import line
-from tests.cuda import environment, runtime
+from tests.cuda import runtime
 
 #: Of the kernels.
 MICROSECONDS = (0, 20, 100)
@@ -76,19 +74,5 @@ def table() -> str:
     return "\n".join(("", ABOUT, "", *map(line, rows), "", ""))
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    options.add_argument("--write", action="store_true", help="write the table into the page")
-    given = options.parse_args()
-    try:
-        found = table()
-    except environment.Unavailable as reason:
-        options.error(str(reason))
-    print(found.strip())
-    if given.write:
-        page = Path(__file__).with_name("details.md")
-        page.write_text(replaced(page.read_text("utf-8"), "waiting", found), "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, table, "waiting")

@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ from replication import _torch
 from replication._torch import ENDS_WITH_GIL
 from replication.groups import processes
 from tests.kit.deadlines import DEADLINE, ends
+from tests.kit.threads import outcome_of
 
 needs_gloo = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
@@ -140,6 +141,12 @@ def _run(
     except BaseException:
         error = f"rank {rank}: {traceback.format_exc()}"
     torch.save((value, error), f"{folder}/{rank}.pt")
+
+
+def errors_of(rank: int, checks: Sequence[Callable[[int], Any]]) -> list[str | None]:
+    """Runs checks in a rank, one after the other, and returns what each raised, or None."""
+    errors = [outcome_of(lambda check=check: check(rank)).error for check in checks]
+    return [None if error is None else repr(error) for error in errors]
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ from replication import (
     functional,
 )
 from tests.kit.collectives import CASES, OPS, derivatives, leaves, upstream
-from tests.kit.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.ranks import errors_of, needs_gloo, recorded_collectives, run_ranks
 from tests.kit.threads import outcome_of
 
 #: There is no function that splits a group.
@@ -261,14 +261,9 @@ CHECKS = [
 ]  # fmt: skip
 
 
-def all_checks(rank: int) -> list[str | None]:
-    errors = [outcome_of(lambda check=check: check(rank)).error for check in CHECKS]
-    return [None if error is None else repr(error) for error in errors]
-
-
 @pytest.fixture(scope="module")
 def two() -> list[list[str | None]]:
-    return run_ranks(2, all_checks)
+    return run_ranks(2, errors_of, CHECKS)
 
 
 @needs_gloo

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from replication import DataParallel, ReplicaAware, functional, global_mean
-from tests.kit.ranks import needs_gloo, recorded_collectives, run_ranks
+from tests.kit.ranks import errors_of, needs_gloo, recorded_collectives, run_ranks
 from tests.kit.threads import outcome_of
 
 NAN, INF = float("nan"), float("inf")
@@ -387,14 +387,9 @@ CHECKS = [
 ]  # fmt: skip
 
 
-def all_checks(rank: int) -> list[str | None]:
-    errors = [outcome_of(lambda check=check: check(rank)).error for check in CHECKS]
-    return [None if error is None else repr(error) for error in errors]
-
-
 @pytest.fixture(scope="module")
 def two() -> list[list[str | None]]:
-    return run_ranks(2, all_checks)
+    return run_ranks(2, errors_of, CHECKS)
 
 
 @needs_gloo

@@ -160,6 +160,8 @@ def default_device(
             module = torch.get_device_module(devices[0])
             stack.enter_context(mock.patch.object(module, "is_available", return_value=False))
             stack.enter_context(mock.patch.object(module, "device_count", return_value=0))
+            stack.enter_context(mock.patch.object(module, "synchronize"))
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of processes that the test starts
         yield
 
 

@@ -43,8 +43,7 @@ PARTS = {
     "matrix": Part(2, f"{PYTEST} tests/cuda"),
     "matrix-4": Part(4, f"{PYTEST} tests/cuda"),
     "matrix-lazy": Part(2, f"{PYTEST} tests/cuda", is_lazy=True),
-    # What is slow starts processes, compiles and trains on the CPU, here as anywhere.
-    "suite": Part(2, f"{PYTEST} -m not(slow) --ignore=tests/cuda --ignore=tests/project"),
+    "suite": Part(2, f"{PYTEST} --ignore=tests/cuda"),  # which the matrix runs
     "suite-4": Part(4, f"{PYTEST} {OF_DEVICES}"),
     # Work that waits holds memory of the host, which one test measures.
     "suite-lazy": Part(2, f"{PYTEST} -k not(two_hundred_steps) {OF_DEVICES}", is_lazy=True),

@@ -27,7 +27,7 @@ SOURCES = HERE / "simulation"
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 
 #: What the tests need beside torch.
-REQUIREMENTS = ("pytest", "hypothesis", "setuptools")
+REQUIREMENTS = ("pytest", "hypothesis", "mypy", "setuptools")
 
 #: The sources of the CUDA runtime.
 RUNTIME = [

@@ -31,8 +31,9 @@ needs_gloo = pytest.mark.skipif(
     reason="this torch has no gloo",
 )
 
-#: A server forks the ranks. It runs no threads, and has imported what a rank would otherwise spend
-#: seconds on: torch, what the test files import, and the compiler, which DDP imports when it runs.
+#: A server forks the ranks. It runs no threads, sees no GPU, and has imported what a rank would
+#: otherwise spend seconds on: torch, what the test files import, and the compiler, which DDP imports
+#: when it runs.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -108,8 +109,9 @@ def started_ranks(
                 for path, code in zip(paths, [process.exitcode for process in ranks], strict=True)
             ]
 
-        for process in ranks:
-            process.start()
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+            for process in ranks:
+                process.start()
         try:
             yield ended
         finally:

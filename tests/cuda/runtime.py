@@ -23,7 +23,7 @@ import torch
 _library: Any = ctypes.CDLL(None)
 if hasattr(_library, "simulated_reset"):
     _library.simulated_report.restype = _library.simulated_log.restype = ctypes.c_char_p
-    _library.simulated_set_times.argtypes = [ctypes.c_double, ctypes.c_double]
+    _library.simulated_set_times.argtypes = [ctypes.c_double] * 3
 else:
     _library = None
 
@@ -72,9 +72,13 @@ def log() -> list[str]:
     return entries
 
 
-def set_times(kernel: float, copy: float = 0) -> None:
-    """Lets kernels and copies take this many microseconds of simulated time."""
-    _library.simulated_set_times(kernel, copy)
+def set_times(kernel: float = 0, copy: float = 0, launch: float = 0) -> None:
+    """Lets kernels and copies take this many microseconds, and the host for each of them.
+
+    Kernels and copies take simulated time, for which the host sleeps when it waits for them. For a
+    launch it computes.
+    """
+    _library.simulated_set_times(kernel, copy, launch)
 
 
 def launches() -> int:

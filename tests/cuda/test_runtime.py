@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_kernels_take_the_time_that_they_are_given():
         runtime.set_times(kernel=0)
     assert begin.elapsed_time(end) >= 2  # milliseconds
     assert x.tolist() == [4, 4]
+
+
+def test_the_host_computes_for_launches_and_copies_and_sleeps_while_it_waits():
+    x = torch.zeros(2, device="cuda:0")
+    y = x.clone()
+    for times, least, most in (({"launch": 2000}, 0.004, 1), ({"kernel": 200_000}, 0, 0.2)):
+        runtime.set_times(**times)
+        begin = time.process_time()
+        try:
+            y.copy_(x.add_(1))
+            torch.cuda.synchronize()
+        finally:
+            runtime.set_times()
+        assert least <= time.process_time() - begin < most
 
 
 def test_an_event_of_another_device_is_refused():

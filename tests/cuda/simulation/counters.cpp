@@ -37,6 +37,7 @@ std::atomic<long long>* counter(const std::string& name) {
 
 void count(const std::string& name, long long by) { *counter(name) += by; }
 
+bool is_tracing() { return prints_calls; }
 bool is_logging() { return counters().is_logging; }
 
 void note(const std::string& what) {
@@ -79,6 +80,7 @@ void print_python_stack(const std::string& why) {
 
 double kernel_time = simulated_setting("SIMULATED_KERNEL_US", 0);
 double copy_time = simulated_setting("SIMULATED_COPY_US", 0);
+double launch_time = simulated_setting("SIMULATED_LAUNCH_US", 0);
 
 double now() {
   timespec time;
@@ -165,7 +167,9 @@ API int simulated_missing(const char* name) {
   return failed(name, cudaErrorNotSupported);
 }
 
-API void simulated_set_times(double kernel, double copy) { kernel_time = kernel, copy_time = copy; }
+API void simulated_set_times(double kernel, double copy, double launch) {
+  kernel_time = kernel, copy_time = copy, launch_time = launch;
+}
 
 API void simulated_reset() {
   {

@@ -107,9 +107,10 @@ static void launch(Kernel& kernel, dim3 grid, dim3 block, size_t shared, cudaStr
   auto* stream = stream_of(handle);
   require(stream->device == current_device, cudaErrorInvalidResourceHandle);
   use_device();
-  simulated_trace("kernel %s <<<(%u, %u, %u), (%u, %u, %u), %zu>>> on device %d",
-                  demangled(kernel.name).c_str(), grid.x, grid.y, grid.z, block.x, block.y, block.z,
-                  shared, current_device);
+  if (is_tracing())  // demangling takes as long as a launch
+    simulated_trace("kernel %s <<<(%u, %u, %u), (%u, %u, %u), %zu>>> on device %d",
+                    demangled(kernel.name).c_str(), grid.x, grid.y, grid.z, block.x, block.y,
+                    block.z, shared, current_device);
   if (arguments) check_pointers(kernel, arguments);
   Run run;
   static const bool computes = simulated_setting("SIMULATED_NUMBERS", 1) != 0;

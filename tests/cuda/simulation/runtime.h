@@ -3,7 +3,7 @@
 // Memory of the host stands for that of the devices. Copies are real, kernels do nothing (values.cpp
 // computes what they would). Everything that a stream is given is done at once, in the thread that
 // gives it, unless streams are lazy. Beside that, streams have a clock: with simulated_set_times,
-// kernels and copies take time, and who waits for them sleeps.
+// kernels and copies take time, and who waits for them sleeps. A launch takes the host's time.
 
 #pragma once
 
@@ -66,13 +66,13 @@ void count(const std::string& name, long long by = 1);
 
 /// Adds to the log, if there is one.
 void note(const std::string& what);
-bool is_logging();
+bool is_tracing(), is_logging();
 std::string demangled(const std::string& name);
 
 // -- time --------------------------------------------------------------------------------------
 
 double now();  // microseconds
-extern double kernel_time, copy_time;
+extern double kernel_time, copy_time, launch_time;
 
 /// Counts a wait of the host, and sleeps until a time of the clock of streams.
 void host_waits(const char* function, double until);

@@ -115,6 +115,9 @@ static void give(Stream* stream, Item item) {
 }
 
 void enqueue(Stream* stream, const char* kind, const std::string& name, double duration, Run run) {
+  if (launch_time > 0 && !name.empty())  // the second half of something has none
+    for (double end = now() + launch_time; now() < end;) {
+    }
   {
     Guard guard(mutex());
     if (stream->capture) return add_node(stream, {kind, name, std::move(run), duration});

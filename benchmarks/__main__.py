@@ -50,7 +50,7 @@ SUMMARY = {
     "Accelerators: the host's time": (
         "accelerators, the host's time",
         "This is not GPU time. It is the CPU time of launching a network that consists only of "
-        "BatchNorm layers, on simulated accelerators.",
+        "BatchNorm layers, on simulated GPUs.",
     ),
     "Accelerators: the host's time of a rank": (
         "accelerators, the host's time of a rank",

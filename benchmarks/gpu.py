@@ -89,7 +89,7 @@ def launches_of_a_rank(rank: int) -> Row:
     """Counts the kernels of a forward and a backward in a process, in each way."""
     x, upstream = (torch.randn(8, 64, 56, 56, device=DEVICE) for _ in range(2))
     figures = {}
-    with processes.pretending("cuda"):
+    with processes.pretending():
         for name, convert in processes.ON_ACCELERATORS.items():
             layer = convert(nn.Sequential(nn.BatchNorm2d(64))).to(DEVICE)
             inputs = [x.requires_grad_(), *layer.parameters()]
@@ -103,6 +103,17 @@ def launches_of_a_rank(rank: int) -> Row:
 
 def counts_of_a_rank() -> Iterator[Row]:
     yield in_processes(1, 0, launches_of_a_rank)
+
+
+ABOUT_HOST = (
+    f"A stack of {host.LAYERS} BatchNorms on the GPU, in a process whose group pretends to have "
+    f"two ranks and exchanges nothing. {host.UNIT}"
+)
+
+
+def times_of_the_host(seconds: float) -> Iterator[Row]:
+    figures = in_processes(1, 1, rank_of_two, host.in_rank, DEVICE, seconds)
+    yield Row(f"{host.LAYERS} layers", 1, 1, figures)
 
 
 def count(rank: int) -> Row:
@@ -186,8 +197,8 @@ def tables(seconds: float) -> list[Table]:
         ),
         Table(
             "The host's time of a rank on a GPU",
-            host.ABOUT_RANK,
-            host.rows_of_a_rank("cuda", seconds),
+            ABOUT_HOST,
+            times_of_the_host(seconds),
             counted="processes",
         ),
         Table("Plans of convolutions", ABOUT_THREADS, in_turn(plans)),
@@ -226,9 +237,9 @@ def on_ranks() -> str:
     return self_check("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def rank_of_two(rank: int, measure: Callable[..., str], *arguments: Any) -> str:
+def rank_of_two(rank: int, measure: Callable[..., Any], *arguments: Any) -> Any:
     """Measures in a process whose group pretends to have two ranks and exchanges nothing."""
-    with processes.pretending("cuda"):
+    with processes.pretending():
         return measure(*arguments)
 
 

@@ -1,50 +1,68 @@
-"""What a synchronized layer costs the host: the CPU time of all threads, per layer.
+"""What a synchronized layer costs the host of GPUs: the CPU time of all threads.
 
-Where layers are small, training on several accelerators is limited by the host. No accelerator is
-needed: simulated ones (`tests/accelerator`) compute nothing, but each launch takes 4 us without
-the GIL. They need a C++ compiler.
+Where layers are small, training on several GPUs is limited by the host. No GPU is needed: torch's
+CUDA build runs on a simulated runtime (`tests/cuda`), whose kernels compute nothing.
 
     python -m benchmarks.host --replicas 2 8
 
-A rank of `torch.distributed` is measured beside `nn.SyncBatchNorm` itself, which accepts these
-devices. Its group pretends to have two ranks and exchanges nothing.
+A kernel takes no CPU time, however long it runs, but the driver of a GPU does for each launch. So
+the simulated one computes for 4 us, without the GIL. A rank of `torch.distributed` is measured
+beside `nn.SyncBatchNorm` itself. Its collectives wait for no other rank: the simulated NCCL would
+compute meanwhile, where a host that only launches goes on.
 """
 
 from __future__ import annotations
 
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks import processes, yardsticks
-from benchmarks.measuring import Figures, Row, Table, alternating, in_processes, parser, show
+from benchmarks import processes, simulated, yardsticks
+from benchmarks.launches import RANKS, nccl
+from benchmarks.measuring import (
+    Figures,
+    Row,
+    Table,
+    alternating,
+    environment,
+    in_processes,
+    parser,
+    show,
+)
 from replication import DataParallel
 from syncbn import convert_model
-from tests import accelerator
 
 REPLICAS = (2, 4, 8)
 
 #: The number of layers of the network.
 LAYERS = 30
 
-#: Per replica.
+#: Per replica or rank.
 SHAPE = (2, 8, 4, 4)
+
+#: Of the simulated runtime.
+SETTINGS = {"SIMULATED_LAUNCH_US": "4", "SIMULATED_NCCL_MOVES": "0"}
+
+UNIT = (
+    "The unit is the CPU time of all threads with plain BatchNorm. Cells are a step without the "
+    "optimizer, and in brackets forward and backward."
+)
 
 ABOUT = (
     f"A stack of {LAYERS} BatchNorms in `replication.DataParallel`, each replica on a separate "
-    "simulated accelerator, whose kernels compute nothing and take 4 us. The unit is the CPU "
-    "time of all threads with plain BatchNorm. Cells are a step without the optimizer, and in "
-    "brackets forward and backward."
+    "GPU. The GPUs are simulated: torch's code for CUDA runs, kernels compute nothing, and a "
+    f"launch or a copy takes the host 4 us. {UNIT}"
 )
 
 ABOUT_RANK = (
-    f"A stack of {LAYERS} BatchNorms on one accelerator, in a process whose group pretends to "
-    "have two ranks and exchanges nothing. The unit is the CPU time of all threads with plain "
-    "BatchNorm. Cells are a step without the optimizer, and in brackets forward and backward."
+    f"A stack of {LAYERS} BatchNorms in one of {RANKS} ranks (NCCL), each on a GPU that is "
+    "simulated in the same way. A collective takes the host 4 us and waits for no other rank. "
+    f"{UNIT}"
 )
 
 #: Each makes a network from one with plain BatchNorm.
@@ -65,51 +83,65 @@ def step(model: nn.Module, x: torch.Tensor) -> Figures:
     return 1e3 * (end - begin), 1e3 * (forward - begin), 1e3 * (end - forward)
 
 
-def measure(rank: int, replicas: int, seconds: float) -> Row:
-    accelerator.register(is_hollow=True)
-    devices = [f"{accelerator.NAME}:{index}" for index in range(replicas)]
+def measure(
+    ways: dict[str, Callable[[nn.Module], nn.Module]],
+    wrap: Callable[[nn.Module], nn.Module],
+    x: torch.Tensor,
+    seconds: float,
+) -> dict[str, Figures]:
+    steps = {}
+    for way, make in ways.items():
+        net = make(nn.Sequential(*[nn.BatchNorm2d(SHAPE[1]) for _ in range(LAYERS)]))
+        steps[way] = partial(step, wrap(net.to(x.device)), x.requires_grad_())
+    return alternating(steps, seconds)
+
+
+def in_replicas(rank: int, number: int, seconds: float) -> dict[str, Figures]:
     samples, *shape = SHAPE
-    x = torch.randn(samples * replicas, *shape).to(devices[0]).requires_grad_()
-    ways = {}
-    for name, convert in WAYS.items():
-        layers = [nn.BatchNorm2d(SHAPE[1]) for _ in range(LAYERS)]
-        net = convert(nn.Sequential(*layers)).to(devices[0])
-        ways[name] = partial(step, DataParallel(net, devices), x)
-    return Row(f"{LAYERS} layers", replicas, 1, alternating(ways, seconds))
+    x = torch.randn(samples * number, *shape, device="cuda:0")
+    devices = [f"cuda:{index}" for index in range(number)]
+    return measure(WAYS, lambda net: DataParallel(net, devices), x, seconds)
 
 
-def measure_rank(rank: int, kind: str, seconds: float) -> Row:
-    if kind == accelerator.NAME:
-        accelerator.register(is_hollow=True)
-    x, ways = torch.randn(SHAPE).to(f"{kind}:0").requires_grad_(), {}
-    for name, convert in processes.ON_ACCELERATORS.items():
-        net = nn.Sequential(*[nn.BatchNorm2d(SHAPE[1]) for _ in range(LAYERS)])
-        ways[name] = partial(step, convert(net).to(x.device), x)
-    with processes.pretending(kind):
-        figures = alternating(ways, seconds)
-    return Row(f"{LAYERS} layers", 1, 1, figures)
+def in_rank(device: str, seconds: float) -> dict[str, Figures]:
+    """In a process that is a rank already."""
+    x = torch.randn(SHAPE, device=device)
+    return measure(processes.ON_ACCELERATORS, lambda net: net, x, seconds)
 
 
-def rows_of_a_rank(kind: str, seconds: float) -> Iterator[Row]:
-    os.environ["SIMULATED_DEVICES"] = "1"
-    yield in_processes(1, 1, measure_rank, kind, seconds)
+def with_nccl(rank: int, size: int, folder: str, seconds: float) -> dict[str, Figures]:
+    with nccl(rank, size, folder):
+        return in_rank(f"cuda:{rank}", seconds)
 
 
-def rows(seconds: float, replicas: Iterable[int] = REPLICAS) -> Iterator[Row]:
-    os.environ["SIMULATED_DEVICES"] = str(max(REPLICAS))
-    for number in replicas:
-        yield in_processes(1, 1, measure, number, seconds)
+def of_replicas(number: int, seconds: float) -> Any:
+    return in_processes(1, 1, in_replicas, number, seconds)
 
 
-def tables(seconds: float, *choice: Iterable[int]) -> list[Table]:
-    """The tables, if this machine can build the simulated accelerators."""
-    if accelerator.reason_to_skip() is not None:
+def of_ranks(size: int, seconds: float) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return in_processes(size, 1, with_nccl, size, folder, seconds)
+
+
+def rows(function: str, counts: Iterable[int], seconds: float) -> Iterator[Row]:
+    """What a function of this module measures with so many simulated GPUs."""
+    for count in counts:
+        with environment(SETTINGS):
+            figures = simulated.call(
+                f"benchmarks.host:{function}", count, seconds, devices=count, computes=False
+            )
+        yield Row(f"{LAYERS} layers", count, 1, figures)
+
+
+def tables(seconds: float, replicas: Iterable[int] = REPLICAS) -> list[Table]:
+    """The tables, if this machine can run the simulation."""
+    if simulated.reason_to_skip() is not None:
         return []
-    of_a_rank = rows_of_a_rank(accelerator.NAME, seconds)
+    of_ranks = rows("of_ranks", [RANKS], seconds)
     return [
-        Table("Accelerators: the host's time", ABOUT, rows(seconds, *choice)),
+        Table("Accelerators: the host's time", ABOUT, rows("of_replicas", replicas, seconds)),
         Table(
-            "Accelerators: the host's time of a rank", ABOUT_RANK, of_a_rank, counted="processes"
+            "Accelerators: the host's time of a rank", ABOUT_RANK, of_ranks, counted="processes"
         ),
     ]
 
@@ -118,7 +150,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--replicas", nargs="+", type=int, default=REPLICAS)
     given = options.parse_args()
-    if reason := accelerator.reason_to_skip():
+    if reason := simulated.reason_to_skip():
         options.error(reason)
     for table in tables(given.seconds, given.replicas):
         show(table)

@@ -108,11 +108,9 @@ def connect(rank: int = 0, size: int = 1, folder: str = "") -> None:
 
 
 @contextmanager
-def pretending(kind: str) -> Iterator[None]:
-    """Makes this process the first of two, which exchange nothing, on a type of accelerator."""
-    distributed.init_process_group(
-        f"cpu:fake,{kind}:fake", store=FakeStore(), rank=0, world_size=2
-    )
+def pretending() -> Iterator[None]:
+    """Makes this process the first of two, which exchange nothing, on GPUs."""
+    distributed.init_process_group("cpu:fake,cuda:fake", store=FakeStore(), rank=0, world_size=2)
     # `nn.SyncBatchNorm` gathers into one row, which real backends take and this one does not.
     name = (
         "all_gather_single"

@@ -21,6 +21,15 @@ ROOT = Path(__file__).parent.parent
 MARK = "result: "
 
 
+def reason_to_skip() -> str | None:
+    """Why this machine cannot run the simulation, or None."""
+    try:
+        environment.python()
+    except environment.Unavailable as reason:
+        return str(reason)
+    return None
+
+
 def call(name: str, *arguments: Any, devices: int = 2, computes: bool = True) -> Any:
     """Calls ``module:function`` in a process with so many devices, or here if it has them.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import launches, simulated
+from benchmarks import host, launches, processes, simulated
 from tests.cuda.matrix import DEVICES, skip_file_without
 from tests.cuda.runtime import LAZY, needs_simulation
 
@@ -56,6 +56,15 @@ def test_a_layer_launches_less_than_torchs(counts):
     assert forward < torchs_forward / 2
     assert backward <= torchs_backward
     assert usual["nn.SyncBatchNorm"][0]["waits"] == 3
+
+
+def test_the_hosts_time_is_measured():
+    for table, ways in zip(
+        host.tables(0, [2]), (host.WAYS, processes.ON_ACCELERATORS), strict=True
+    ):
+        (row,) = table.rows
+        assert list(row.figures) == list(ways)
+        assert all(value > 0 for own in row.figures.values() for value in own)
 
 
 @pytest.mark.parametrize("case", ["momentum=None", "all in bfloat16"])

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as suite
-from benchmarks import compiling, gpu, host, layer, masks, overhead, processes, step, yardsticks
+from benchmarks import compiling, gpu, layer, masks, overhead, processes, step, yardsticks
 from benchmarks.measuring import Row, Table
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
-from tests import accelerator
 from tests.kit.programs import needs_cpp_compiler
 from tests.kit.ranks import needs_gloo
 
@@ -123,20 +122,6 @@ def test_processes_are_measured(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute
     (row,) = processes.rows(0, ["unet"], [2], compiles=True)
     assert list(row.figures) == list(processes.COMPILED)
-
-
-@pytest.mark.skipif(
-    accelerator.reason_to_skip() is not None, reason="needs the simulated accelerator"
-)
-def test_the_hosts_time_is_measured(monkeypatch):
-    monkeypatch.setattr(host, "LAYERS", 2)
-    monkeypatch.setenv("SIMULATED_DEVICES", "2")  # restores it, as the benchmark sets another
-    for table, ways in zip(
-        host.tables(0, [2]), (host.WAYS, processes.ON_ACCELERATORS), strict=True
-    ):
-        (row,) = table.rows
-        assert list(row.figures) == list(ways)
-        assert all(0 < value < math.inf for own in row.figures.values() for value in own)
 
 
 def sleeps(rank: int) -> None:

@@ -12,8 +12,6 @@ torch knows one such backend per process, and takes it for *the* accelerator of 
 tests on it run in a separate process::
 
     pytest --simulated-accelerator tests/accelerator
-
-`benchmarks.host` measures on it as well, with kernels that compute nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from tests.kit import stand_in_kernels
 NAME = "sim"
 
 HERE = Path(__file__).parent
-SOURCES = [HERE / name for name in ("backend.cpp", "hollow.h")]
+SOURCE = HERE / "backend.cpp"
 
 #: The versions of torch that the backend is written for.
 OLDEST = (2, 13)
@@ -70,9 +68,7 @@ def reason_to_skip() -> str | None:
 
 def built() -> Path:
     """Compiles the backend, unless that has been done, and returns the library's path."""
-    key = hashlib.sha256(torch.__version__.encode())
-    for source in SOURCES:
-        key.update(source.read_bytes())
+    key = hashlib.sha256(torch.__version__.encode() + SOURCE.read_bytes())
     library = HERE / "build" / f"simulated-{key.hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
@@ -81,25 +77,19 @@ def built() -> Path:
         command = [cpp_extension.get_cxx_compiler(), "-O2", "-shared", "-fPIC", "-std=c++20", "-w"]
         command += [f"-I{path}" for path in cpp_extension.include_paths()]
         command += [f"-L{path}" for path in cpp_extension.library_paths()]
-        command += [str(SOURCES[0]), "-o", str(unfinished), "-ltorch", "-ltorch_cpu", "-lc10"]
+        command += [str(SOURCE), "-o", str(unfinished), "-ltorch", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True)
         unfinished.replace(library)
     return library
 
 
-def register(is_hollow: bool = False) -> None:
-    """Makes the simulated devices known to torch, in this process and for good.
-
-    If they are hollow, batch norm takes the time of its launches and computes nothing.
-    """
+def register() -> None:
+    """Makes the simulated devices known to torch, in this process and for good."""
     torch.ops.load_library(built())
     torch.utils.rename_privateuse1_backend(NAME)
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module(NAME, device_module())
     register_record_stream()
-    if is_hollow:
-        library.register_hollow_kernels()
-        return
     for name, kernel in stand_in_kernels.KERNELS.items():
         fused_kernels.impl(name, as_one_kernel(kernel), "PrivateUse1")
 

@@ -24,22 +24,15 @@
 #include <array>
 #include <atomic>
 
-#include "hollow.h"
-
 namespace simulated {
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
-constexpr int MOST_DEVICES = 8;
-
-const int DEVICES = [] {
-  auto* number = std::getenv("SIMULATED_DEVICES");
-  return number ? std::min(std::atoi(number), MOST_DEVICES) : 2;
-}();
+constexpr int DEVICES = 2;
 
 // -- what each thread has ----------------------------------------------------------------------
 
 thread_local int current_device = 0;
-thread_local std::array<std::int64_t, MOST_DEVICES> current_streams{};
+thread_local std::array<std::int64_t, DEVICES> current_streams{};
 
 c10::Device device_at(int index) { return {KIND, static_cast<c10::DeviceIndex>(index)}; }
 
@@ -51,8 +44,6 @@ void set_device(int index) {
 thread_local int kernels = 0;  // written in Python, around the operations that they consist of
 
 // -- memory ------------------------------------------------------------------------------------
-
-std::atomic<bool> is_hollow{false};  // operations are timed, and not checked
 
 struct Allocator final : at::Allocator {
   static void release(void* block) { std::free(block); }
@@ -215,7 +206,7 @@ struct Generator final : c10::GeneratorImpl {
 
 const at::Generator& default_generator(int index) {
   static auto generators = [] {
-    std::array<at::Generator, MOST_DEVICES> made;
+    std::array<at::Generator, DEVICES> made;
     for (int i = 0; i < DEVICES; i++) made[i] = at::make_generator<Generator>(i);
     return made;
   }();
@@ -258,8 +249,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 // -- copies ------------------------------------------------------------------------------------
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  std::optional<hollow::Launch> launch;
-  if (is_hollow) launch.emplace();
   if (from.scalar_type() != to.scalar_type()) {
     check_dtype(from.scalar_type());
     check_dtype(to.scalar_type());
@@ -298,8 +287,6 @@ class Call {
     take_arguments();
     check_devices();
     c10::DeviceGuard guard(device_at(device_));
-    std::optional<hollow::Launch> launch;
-    if (is_hollow && !is_view()) launch.emplace();
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
     return_results();
   }
@@ -364,12 +351,6 @@ class Call {
                 device_at(device_), " and cpu! (in ", name_, ")");
   }
 
-  bool is_view() const {
-    for (auto& result : schema_.returns())
-      if (result.alias_info() && !result.alias_info()->isWrite()) return true;
-    return name_ == "aten::_reshape_alias";
-  }
-
   /// Replaces the results by tensors of the device.
   void return_results() {
     for (auto& pair : pairs_)
@@ -399,7 +380,7 @@ class Call {
         return view_like(pair.ours, host);
     }
     auto made = at::empty_strided(host.sizes(), host.strides(), host.options().device(device_at(device_)));
-    if (!is_hollow) on_host(made).copy_(host);
+    on_host(made).copy_(host);
     return made;
   }
 
@@ -464,7 +445,6 @@ TORCH_LIBRARY(simulated, m) {
   m.def("begin_kernel", [] { kernels++; });
   m.def("end_kernel", [] { kernels--; });
   m.def("set_lacks_float64", [](bool lacks) { lacks_float64 = lacks; });
-  m.def("register_hollow_kernels", [] { hollow::register_kernels(), is_hollow = true; });
 }
 
 }  // namespace simulated

@@ -32,8 +32,8 @@ needs_gloo = pytest.mark.skipif(
 )
 
 #: A server forks the ranks. It runs no threads, sees no GPU, and has imported what a rank would
-#: otherwise spend seconds on: torch, what the test files import, and the compiler, which DDP imports
-#: when it runs.
+#: otherwise spend seconds on: torch, what the test files import, and the compiler, which DDP
+#: imports when it runs.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [

@@ -124,20 +124,23 @@ def is_usable(process_group: Any) -> bool:
 # Python that the functions of `torch.distributed` make before they call them.
 def gathered(tensor: Tensor, process_group: Any) -> Tensor:
     """Stacks contiguous tensors of all ranks, of one shape, to ``(size, ...)``."""
-    rows = result = tensor.new_empty(process_group.size(), *tensor.shape)
     if tensor.is_complex():
-        tensor, rows = torch.view_as_real(tensor), torch.view_as_real(result)
-    if tensor.numel():
+        return torch.view_as_complex(gathered(torch.view_as_real(tensor), process_group))
+    size: int = process_group.size()
+    vector, shape = tensor.view(-1) if tensor.dim() != 1 else tensor, tensor.shape
+    values = tensor.new_empty(size * vector.numel())
+    rows = values.view(size, *shape)
+    if vector.numel():
         options = _options("AllgatherOptions")
         if tensor.is_cpu:  # gloo's `_allgather_base` does the same, and takes longer
             work = process_group.allgather([[*rows.unbind()]], [tensor], options)
         else:
             # A list of rows would be copied row by row. Flat, because gloo, which takes tensors of
             # GPUs as well, compares the shapes.
-            work = process_group._allgather_base(rows.view(-1), tensor.view(-1), options)
+            work = process_group._allgather_base(values, vector, options)
         if work is not None:
             work.wait()
-    return result
+    return rows
 
 
 def all_reduce_in_place(tensor: Tensor, process_group: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import lru_cache
 from typing import Any
@@ -91,15 +91,15 @@ def device_of(replica: nn.Module) -> torch.device | None:
 
 def current_stream(device: torch.device) -> Any:
     """Returns the current stream of this thread on ``device``, or None if it has no streams."""
-    get_stream = _get_stream(device.type)
-    return get_stream and get_stream(device)
+    # As a `torch.Stream`, which takes a third of the time of a `torch.cuda.Stream`.
+    return torch.accelerator.current_stream(device) if _has_streams(device.type) else None
 
 
 @lru_cache
-def _get_stream(kind: str) -> Callable[[torch.device], Any] | None:
+def _has_streams(kind: str) -> bool:
     module = None if kind in _WITHOUT_MODULE else torch.get_device_module(kind)
     # `use_device` needs both of them.
-    return getattr(module, "current_stream", None) if hasattr(module, "stream") else None
+    return hasattr(module, "current_stream") and hasattr(module, "stream")
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -128,16 +128,17 @@ def use_streams(streams: Streams) -> AbstractContextManager[object]:
     # Autograd orders only the stream of the node's own device, the current one, with the nodes
     # before and after. So the others wait for it, and it waits for them.
     stack = ExitStack()
-    for device, stream in streams.items():
-        module = torch.get_device_module(device)
-        current = module.current_device()
-        of_node = module.current_stream(current)
-        if stream != of_node:
-            stream.wait_stream(of_node)
-            stack.callback(of_node.wait_stream, stream)
-        if module.current_stream(device) != stream:
-            stack.enter_context(module.stream(stream))
-            stack.enter_context(module.device(current))
+    for kind in {device.type for device in streams}:
+        module = torch.get_device_module(kind)
+        node = torch.device(kind, module.current_device())
+        of_node = current_stream(node)
+        for device, stream in streams.items():
+            if stream != of_node:
+                stream.wait_stream(of_node)
+                stack.callback(of_node.wait_stream, stream)
+            if current_stream(device) != stream:
+                stack.enter_context(module.stream(stream))
+                stack.enter_context(module.device(node))
     return stack
 
 
@@ -167,5 +168,5 @@ def use_device(stack: ExitStack, device: torch.device, stream: Any) -> None:
         module = torch.get_device_module(device)
         if hasattr(module, "device") and module.current_device() != device.index:
             stack.enter_context(module.device(device))
-        if stream is not None and module.current_stream(device) != stream:
+        if stream is not None and current_stream(device) != stream:
             stack.enter_context(module.stream(stream))

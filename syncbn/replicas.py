@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -200,8 +200,8 @@ def merge_moments(shards: Sequence[Shard], count_batch: CountBatch) -> list[Kern
     check_count(n, first.x)
     devices, dtype = [shard.x.device for shard in shards], own[0].mean.dtype
     counts = constant_tensor(tuple([max(1, m.n or 0) for m in own]), devices[0], dtype)
-    vectors = [on_device(moments, devices[0]) for moments in own]
-    means, inverses = [torch.stack(rows) for rows in zip(*vectors, strict=True)]
+    rows = stacked([(moments.mean, moments.inverse) for moments in own], devices[0])
+    means, inverses = rows.unbind(1)
     args = first.x, own[0], n, counts, means, inverses, count_batch()
     merged = first.kernels.merge_moments(*args)
     if len(set(devices)) == 1:
@@ -210,15 +210,16 @@ def merge_moments(shards: Sequence[Shard], count_batch: CountBatch) -> list[Kern
     return [KernelMoments(n, mean, inverse, first.eps) for mean, inverse in on_each_device]
 
 
-def on_device(moments: KernelMoments, device: torch.device) -> Sequence[Tensor]:
-    """Returns mean and inverse of a shard on a device, to which they travel together.
+def stacked(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Stacks two vectors of each of k shards to ``(k, 2, C)`` on a device.
 
-    A copy between accelerators takes as long as several launches.
+    Those of another device travel together: a copy takes as long as several launches.
     """
-    vectors = moments.mean, moments.inverse
-    if moments.mean.device == device:
-        return vectors
-    return to_device(torch.stack(vectors), device).unbind()  # type: ignore[no-any-return]
+    vectors: list[Tensor] = []
+    for pair in pairs:
+        is_here = pair[0].device == device
+        vectors += pair if is_here else to_device(torch.stack(pair), device).unbind()
+    return torch.stack(vectors).view(len(pairs), 2, vectors[0].size(0))
 
 
 def connected(shards: Sequence[Shard], batches: Sequence[KernelMoments]) -> tuple[Tensor, ...]:
@@ -291,12 +292,10 @@ def _gradients(
     inverse = batches[0].inverse
     dys = [in_format_of(dy, x) for dy, x in zip(dys, xs, strict=True)]
     sums = [  # (8)
-        torch.stack(kernels.reduce_gradient(dy, x, batch, None)[:2]).to(inverse.device)
+        kernels.reduce_gradient(dy, x, batch, None)[:2]
         for dy, x, batch in zip(dys, xs, batches, strict=True)
     ]
-    # (9) In the order of the replicas. `stack` and `sum` are two kernels for any number of them.
-    # Adding one by one takes fewer, or as many, for up to three.
-    total = torch.stack(sums).sum(0) if len(sums) > 3 else reduce(torch.add, sums)
+    total = stacked(sums, inverse.device).sum(0)  # (9)
     dbias, dweight = total[0], total[1] * inverse if needs_dweight else None
     totals = on_each(total, [x.device for x in xs])
     dxs = [  # (10)

@@ -45,8 +45,11 @@ LAYERS = 30
 #: Per replica or rank.
 SHAPE = (2, 8, 4, 4)
 
+#: Microseconds that a launch takes the host.
+LAUNCH = 4
+
 #: Of the simulated runtime.
-SETTINGS = {"SIMULATED_LAUNCH_US": "4", "SIMULATED_NCCL_MOVES": "0"}
+SETTINGS = {"SIMULATED_LAUNCH_US": str(LAUNCH), "SIMULATED_NCCL_MOVES": "0"}
 
 UNIT = (
     "The unit is the CPU time of all threads with plain BatchNorm. Cells are a step without the "
@@ -56,13 +59,13 @@ UNIT = (
 ABOUT = (
     f"A stack of {LAYERS} BatchNorms in `replication.DataParallel`, each replica on a separate "
     "GPU. The GPUs are simulated: torch's code for CUDA runs, kernels compute nothing, and a "
-    f"launch or a copy takes the host 4 us. {UNIT}"
+    f"launch or a copy takes the host {LAUNCH} us. {UNIT}"
 )
 
 ABOUT_RANK = (
     f"A stack of {LAYERS} BatchNorms in one of {RANKS} ranks (NCCL), each on a GPU that is "
-    "simulated in the same way. A collective takes the host 4 us and waits for no other rank. "
-    f"{UNIT}"
+    f"simulated in the same way. A collective takes the host {LAUNCH} us and waits for no other "
+    f"rank. {UNIT}"
 )
 
 #: Each makes a network from one with plain BatchNorm.

@@ -4,7 +4,8 @@
     python -m benchmarks.waiting --write     # into details.md
 
 Kernels of the simulated CUDA runtime (`tests/cuda`) compute nothing here, and take the time that a
-row says. So a host that waits for them waits as long as it would for those of a GPU.
+row says. So a host that waits for them waits as long as it would for those of a GPU. For the rest,
+the settings are those of `benchmarks.host`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 from torch import distributed, nn
 
 from benchmarks import simulated
+from benchmarks.host import LAUNCH, SETTINGS
 from benchmarks.launches import RANKS, SHAPE, WAYS, in_ranks, nccl, print_or_write, stack
-from benchmarks.measuring import line
+from benchmarks.measuring import environment, line
 from tests.cuda import runtime
 
 #: Of the kernels.
@@ -29,7 +31,8 @@ ABOUT = (
     f"Microseconds per layer, in forward + backward, that the host of one of {RANKS} ranks (NCCL) "
     f"needs to launch a stack of {LAYERS} layers on shards of {' x '.join(map(str, SHAPE))}. The "
     "GPU is simulated: each of its kernels takes the time in the first column and computes "
-    "nothing, and a collective takes the time that the ranks need to meet."
+    f"nothing. A launch takes the host {LAUNCH} us, and so does a collective, which waits for no "
+    "other rank."
 )
 
 
@@ -48,7 +51,7 @@ def of_a_rank(rank: int, folder: str) -> dict[str, dict[str, float]]:
         nets = {way: make(stack(LAYERS)).to(x.device) for way, make in WAYS.items()}
         for kernel in MICROSECONDS:
             taken: dict[str, list[float]] = {way: [] for way in nets}
-            runtime.set_times(kernel)
+            runtime.set_times(kernel, launch=LAUNCH)
             for _ in range(ROUNDS):
                 for way, net in nets.items():
                     torch.cuda.synchronize()
@@ -57,7 +60,6 @@ def of_a_rank(rank: int, folder: str) -> dict[str, dict[str, float]]:
             found[str(kernel)] = {
                 way: statistics.median(own[WARM_UP:]) for way, own in taken.items()
             }
-            runtime.set_times(0)
     return found
 
 
@@ -67,7 +69,8 @@ def measured() -> dict[str, dict[str, float]]:
 
 
 def table() -> str:
-    found = simulated.call("benchmarks.waiting:measured", devices=RANKS, computes=False)
+    with environment(SETTINGS):
+        found = simulated.call("benchmarks.waiting:measured", devices=RANKS, computes=False)
     rows = [["kernels of", *WAYS], ["---"] * (1 + len(WAYS))]
     for kernel, ways in found.items():
         rows.append([f"{kernel} us", *(f"{taken:,.0f}" for taken in ways.values())])

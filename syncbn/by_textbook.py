@@ -55,8 +55,8 @@ def _first_sum(arguments: Arguments, group: Group, has_mask: bool, sums: Tensor)
         requires_grad = x.requires_grad and torch.is_grad_enabled()
         # As many numbers as `syncbn.ranks` sends, so that ranks whose calls differ, some with a
         # mask and some without, can gather at all, and then compare their calls.
-        rows = group.gather(Signature(name, layouts, requires_grad), sums, sums[1:])
-        return rows[:, : len(sums)].sum(0)
+        rows, _ = group.gather(Signature(name, layouts, requires_grad), sums, sums[1:])
+        return rows.sum(0)
     return sums
 
 

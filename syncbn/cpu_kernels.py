@@ -51,7 +51,7 @@ def batch_norm_gather_stats_with_counts(
     dtype = input.dtype if running_mean is None else running_mean.dtype
     name, acc = "batch_norm_gather_stats_with_counts", accumulation_dtype(dtype)
     _check_vectors(name, mean.shape[-1:], (dtype,), running_mean, running_var)
-    _check_vectors(name, (len(counts), mean.size(-1)), (acc, torch.float64), mean, invstd)
+    _check_vectors(name, (counts.numel(), mean.size(-1)), (acc, torch.float64), mean, invstd)
     _check_vectors(name, mean.shape[:1], (dtype, torch.float64), counts)
     # Chan, Golub & LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     # Variances", 1979.
@@ -93,11 +93,12 @@ def batch_norm_elemt(
 
     Weight and bias are of one dtype: that of the input, or its accumulation dtype.
     """
-    name, acc = "batch_norm_elemt", _check_shard("batch_norm_elemt", input)
+    name, shape = "batch_norm_elemt", input.shape[1:2]
+    acc = _check_shard(name, input)
     of_weight = (acc, input.dtype) if weight is None else (weight.dtype,)
-    _check_vectors(name, input.shape[1:2], (acc, input.dtype), weight)
-    _check_vectors(name, input.shape[1:2], of_weight, bias)
-    _check_vectors(name, input.shape[1:2], (acc, torch.float64), mean, invstd)
+    _check_vectors(name, shape, (acc, input.dtype), weight)
+    _check_vectors(name, shape, of_weight, bias)
+    _check_vectors(name, shape, (acc, torch.float64), mean, invstd)
     scale = invstd if weight is None else invstd * weight
     return _affine(input, mean, scale, bias, out)
 
@@ -118,11 +119,13 @@ def batch_norm_backward_reduce(
     sums and these gradients, is returned, and None for the rest. In channels_last, though, CUDA's
     kernel does not look at them: it returns all four, the gradients empty without a weight.
     """
-    name, acc = "batch_norm_backward_reduce", _check_shard("batch_norm_backward_reduce", input)
+    name, shape = "batch_norm_backward_reduce", input.shape[1:2]
+    acc = _check_shard(name, input)
     _check_vectors(name, input.shape, (input.dtype,), grad_out)
-    _check_vectors(name, input.shape[1:2], (acc, torch.float64), mean, invstd)
-    _check_vectors(name, input.shape[1:2], (acc, input.dtype), weight)
-    if _is_channels_last(grad_out) and _is_channels_last(input):
+    _check_vectors(name, shape, (acc, torch.float64), mean, invstd)
+    _check_vectors(name, shape, (acc, input.dtype), weight)
+    is_usual = input_g and weight_g and bias_g and weight is not None
+    if not is_usual and _is_channels_last(grad_out) and _is_channels_last(input):
         input_g = weight_g = bias_g = True
     elif weight is None and (weight_g or bias_g):
         raise RuntimeError(f"{name} computes no gradient of a parameter without a weight")
@@ -156,12 +159,12 @@ def batch_norm_backward_elemt(
 
     The weight is in the accumulation dtype; in channels_last that of the input will do as well.
     """
-    name, dtype = "batch_norm_backward_elemt", _check_shard("batch_norm_backward_elemt", input)
-    is_last = _is_channels_last(grad_out) and _is_channels_last(input)
+    name, shape = "batch_norm_backward_elemt", input.shape[1:2]
+    dtype = _check_shard(name, input)
     _check_vectors(name, input.shape, (input.dtype,), grad_out)
-    _check_vectors(name, input.shape[1:2], (dtype, input.dtype if is_last else dtype), weight)
-    of_vectors = dtype, torch.float64
-    _check_vectors(name, input.shape[1:2], of_vectors, mean, invstd, sum_dy, sum_dy_xmu)
+    _check_vectors(name, shape, (dtype, torch.float64), mean, invstd, sum_dy, sum_dy_xmu)
+    may_be_half = input.dtype in HALF and _is_channels_last(grad_out) and _is_channels_last(input)
+    _check_vectors(name, shape, (dtype, input.dtype) if may_be_half else (dtype,), weight)
     _check_vectors(name, count.shape, (torch.int32,), count)
     scale = invstd if weight is None else invstd * weight
     n = -(count.item() if count.numel() == 1 else count.sum().item())

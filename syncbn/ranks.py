@@ -58,12 +58,11 @@ class NormalizeRank(Function):
         eps: float,
         count_batch: CountBatch,
     ) -> Tensor:
-        own, channels = kernels.measure(x, eps), x.size(1)
+        own = kernels.measure(x, eps)
         # The kernels divide by counts, so an empty shard counts as the least positive number.
         dtype = own.mean.dtype
         count = constant_tensor((own.n or torch.finfo(dtype).tiny,), x.device, dtype)
-        rows = group.gather(signatures[0], count, own.mean, own.inverse)
-        counts, means, inverses = rows.split_with_sizes((1, channels, channels), 1)
+        counts, means, inverses = group.gather(signatures[0], count, own.mean, own.inverse)
         counts = counts.squeeze(1)
         # On accelerators, reading the counts would block the host.
         n = round(sum(counts.tolist())) if kernels.are_on_host else None
@@ -91,8 +90,7 @@ class NormalizeRank(Function):
         if needs_dx:
             # In one dtype on all ranks: a shard without values has sums of fewer digits.
             sums = [in_dtype(each, batch.mean.dtype) for each in (sum_dy, sum_dy_xmu)]
-            channels = x.size(1)
-            totals = group.add(signature, *sums).split_with_sizes((channels, channels))
+            totals = group.add(signature, *sums)
             dx = kernels.gradient(dy, x, batch, weight, totals)
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 

@@ -18,9 +18,9 @@ collective     what a rank gets                      derivative
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
@@ -80,6 +80,13 @@ def breaks_graphs(function: Callable[P, T]) -> Callable[P, T]:
         return (call_and_warn if compiles else function)(*args, **kwargs)
 
     return call
+
+
+@lru_cache(maxsize=1024)
+def _on_host(number: int, dtype: torch.dtype) -> Tensor:
+    """A vector of one number, which takes longer to make than to look up."""
+    with torch.inference_mode(False):
+        return torch.tensor([number], dtype=dtype, device="cpu")
 
 
 #: Up to this many ranks and bytes per rank, gathering a vector is faster than reducing it.
@@ -175,36 +182,46 @@ class ProcessGroup(Group):
     # On the host, one number more in the vector compares the calls. On accelerators the host would
     # have to wait for it.
 
-    def gather(self, signature: Signature, *parts: Tensor) -> Tensor:
-        """Stacks a vector of each rank, given in parts, to ``(size, n)``. It has no derivative.
+    def gather(self, signature: Signature, *parts: Tensor) -> Sequence[Tensor]:
+        """Stacks vectors of each rank, which travel as one, to ``(size, n)`` each.
+
+        They have no derivatives.
 
         Raises:
             ReplicasDiverged: The calls differ. Not on accelerators.
         """
+        lengths = [part.size(0) for part in parts]
         with self._collective(signature) as call:
             if not parts[0].is_cpu:
-                return gathered(torch.cat(parts), call.process_group)
-            number = parts[0].new_full((1,), call.number)
-            rows = gathered(torch.cat((number, *parts)), call.process_group)
-            call.check(rows[:, 0].tolist())
-            return rows[:, 1:]
+                rows = gathered(torch.cat(parts), call.process_group)
+                return rows.split_with_sizes(lengths, 1)
+            vector = torch.cat((*parts, _on_host(call.number, parts[0].dtype)))
+            rows = gathered(vector, call.process_group)
+            *stacked, numbers = rows.split_with_sizes([*lengths, 1], 1)
+            call.check(numbers.view(-1).tolist())
+            return stacked
 
-    def add(self, signature: Signature, *parts: Tensor) -> Tensor:
-        """Adds a vector of each rank, given in parts. The sum has no derivative (see `sum`).
+    def add(self, signature: Signature, *parts: Tensor) -> Sequence[Tensor]:
+        """Adds vectors of each rank, which travel as one.
+
+        The sums have no derivatives (see `sum`).
 
         Raises:
             ReplicasDiverged: The calls differ. Not on accelerators.
         """
+        lengths = [part.size(0) for part in parts]
         with self._collective(signature) as call:
             if not parts[0].is_cpu:
                 vector = torch.cat(parts)
                 all_reduce_in_place(vector, call.process_group)
-                return vector
-            vector = torch.cat((*parts, parts[0].new_full((1,), call.number)))
+                return vector.split_with_sizes(lengths)
+            number = call.number
+            vector = torch.cat((*parts, _on_host(number, parts[0].dtype)))
             vector = _added_on_host(vector, call.process_group)
-            if vector[-1].item() != call.number * self.size:
+            *sums, total = vector.split_with_sizes([*lengths, 1])
+            if total.item() != number * self.size:
                 call.compare_lengths()
-            return vector[:-1]
+            return sums
 
     def sum(self, signature: Signature, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks, which has derivatives of any order."""

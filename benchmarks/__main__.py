@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import host, layer, overhead, processes, step
 from benchmarks.measuring import Row, Table, line, lines, parser, ratio, show
+from tests.cuda.environment import TORCH
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
 
@@ -99,7 +100,9 @@ def slug(title: str) -> str:
 def block(tables: Mapping[str, Sequence[Table]]) -> str:
     """The first table, the machine, and the picture."""
     machine = f"torch {torch.__version__} on {os.cpu_count()} cores"
-    measured = f"Measured in {date.today():%B %Y} with {machine}."
+    measured = (
+        f"Measured in {date.today():%B %Y} with {machine}, and simulated GPUs with torch {TORCH}."
+    )
     picture = f"![Steps with one torch thread, in units of plain BatchNorm]({PICTURE.name})"
     return "\n\n".join([summary(tables), measured, picture])
 

@@ -28,9 +28,10 @@ MICROSECONDS = (0, 20, 100)
 LAYERS, ROUNDS, WARM_UP = 50, 15, 3
 
 ABOUT = (
-    f"Microseconds per layer, in forward + backward, that the host of one of {RANKS} ranks (NCCL) "
-    f"needs to launch a stack of {LAYERS} layers on shards of {' x '.join(map(str, SHAPE))}. The "
-    "GPU is simulated: each of its kernels takes the time in the first column and computes "
+    "Microseconds of wall time per layer, in forward + backward, that the host of one of "
+    f"{RANKS} ranks (NCCL) needs to launch a stack of {LAYERS} layers on shards of "
+    f"{' x '.join(map(str, SHAPE))}. The GPU is simulated: each of its kernels takes the time in the "
+    "first column and computes "
     f"nothing. A launch takes the host {LAUNCH} us, and so does a collective, which waits for no "
     "other rank."
 )

@@ -128,7 +128,8 @@ def use_streams(streams: Streams) -> AbstractContextManager[object]:
     # Autograd orders only the stream of the node's own device, the current one, with the nodes
     # before and after. So the others wait for it, and it waits for them.
     stack = ExitStack()
-    for kind in {device.type for device in streams}:
+    if streams:
+        kind = next(iter(streams)).type  # the only one: a process has one type of accelerator
         module = torch.get_device_module(kind)
         node = torch.device(kind, module.current_device())
         of_node = current_stream(node)

@@ -30,10 +30,9 @@ LAYERS, ROUNDS, WARM_UP = 50, 15, 3
 ABOUT = (
     "Microseconds of wall time per layer, in forward + backward, that the host of one of "
     f"{RANKS} ranks (NCCL) needs to launch a stack of {LAYERS} layers on shards of "
-    f"{' x '.join(map(str, SHAPE))}. The GPU is simulated: each of its kernels takes the time in the "
-    "first column and computes "
-    f"nothing. A launch takes the host {LAUNCH} us, and so does a collective, which waits for no "
-    "other rank."
+    f"{' x '.join(map(str, SHAPE))}. The GPU is simulated: each of its kernels takes the time in "
+    f"the first column and computes nothing. A launch takes the host {LAUNCH} us, and so does a "
+    "collective, which waits for no other rank."
 )
 
 

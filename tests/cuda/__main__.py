@@ -32,8 +32,8 @@ class Part(NamedTuple):
 
 RANKS = "-m torch.distributed.run --standalone --nproc-per-node=2 -m syncbn"
 PYTEST = "-m pytest -q -p no:cacheprovider"
-#: The tests whose code depends on the number of devices, and on their streams.
-OF_DEVICES = "tests/test_accelerators.py tests/test_gpu.py"
+#: The tests that see the devices. All others run as on a machine without any.
+OF_DEVICES = "--ignore=tests/cuda -m (accelerator)or(gpu)"
 
 PARTS = {
     "self-check": Part(2, "-m syncbn"),

@@ -20,7 +20,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
@@ -82,11 +82,18 @@ def breaks_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@lru_cache(maxsize=1024)
+_numbers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+
 def _on_host(number: int, dtype: torch.dtype) -> Tensor:
     """A vector of one number, which takes longer to make than to look up."""
-    with torch.inference_mode(False):
-        return torch.tensor([number], dtype=dtype, device="cpu")
+    vector = _numbers.get((number, dtype))
+    if vector is None:
+        with torch.inference_mode(False):
+            vector = torch.full((1,), number, dtype=dtype, device="cpu")
+        if type(vector) is Tensor and len(_numbers) < 1000:  # a fake tensor has no number
+            _numbers[number, dtype] = vector
+    return vector
 
 
 #: Up to this many ranks and bytes per rank, gathering a vector is faster than reducing it.

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -319,6 +320,20 @@ def test_layers_without_weight_or_bias_have_gradients():
     (expected,) = torch.autograd.grad(y, x, torch.cat(shards_of(2, seed=1)))
     for joined in map(torch.cat, zip(*run_ranks(2, without_parameters), strict=True)):
         torch.testing.assert_close(joined, expected)
+
+
+def after_a_fake_forward(rank: int) -> list[Tensor]:
+    layer, x = SynchronizedBatchNorm1d(2), shards_of(2)[rank].float()
+    with FakeTensorMode():
+        outcome_of(lambda: SynchronizedBatchNorm1d(2)(torch.randn(4, 2, 3)))
+    return [layer(x).detach().double(), x.double()]
+
+
+@pytest.mark.slow
+def test_what_a_forward_of_fake_tensors_leaves_behind_harms_no_other():
+    ys, shards = zip(*run_ranks(2, after_a_fake_forward), strict=True)
+    expected = oracle.batch_norm(shards, [torch.zeros_like(shard) for shard in shards])
+    torch.testing.assert_close(list(ys), expected.outputs, rtol=1e-5, atol=1e-5)
 
 
 def with_another_eps(rank: int) -> str:

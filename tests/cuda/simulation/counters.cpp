@@ -82,11 +82,14 @@ double kernel_time = simulated_setting("SIMULATED_KERNEL_US", 0);
 double copy_time = simulated_setting("SIMULATED_COPY_US", 0);
 double launch_time = simulated_setting("SIMULATED_LAUNCH_US", 0);
 
-double now() {
+static double microseconds(clockid_t clock) {
   timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
+  clock_gettime(clock, &time);
   return time.tv_sec * 1e6 + time.tv_nsec * 1e-3;
 }
+
+double now() { return microseconds(CLOCK_MONOTONIC); }
+double computed() { return microseconds(CLOCK_THREAD_CPUTIME_ID); }
 
 void host_waits(const char* function, double until) {
   count(std::string("waits/") + function + " in " + thread_name());

@@ -71,7 +71,8 @@ std::string demangled(const std::string& name);
 
 // -- time --------------------------------------------------------------------------------------
 
-double now();  // microseconds
+double now();       // microseconds
+double computed();  // by this thread, in microseconds
 extern double kernel_time, copy_time, launch_time;
 
 /// Counts a wait of the host, and sleeps until a time of the clock of streams.

@@ -116,7 +116,7 @@ static void give(Stream* stream, Item item) {
 
 void enqueue(Stream* stream, const char* kind, const std::string& name, double duration, Run run) {
   if (launch_time > 0 && !name.empty())  // the second half of something has none
-    for (double end = now() + launch_time; now() < end;) {
+    for (double end = computed() + launch_time; computed() < end;) {
     }
   {
     Guard guard(mutex());

@@ -82,6 +82,7 @@ def breaks_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+#: Vectors of one number, by the number and the dtype.
 _numbers: dict[tuple[int, torch.dtype], Tensor] = {}
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from replication.extending import has_kernels
 from syncbn import cpu_kernels
 from syncbn.channels import (
+    HALF,
     accumulation_dtype,
     constant_tensor,
     in_dtype,
@@ -115,16 +116,20 @@ class Kernels:
     def reduce_gradient(
         self, dy: Tensor, x: Tensor, batch: KernelMoments, weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Returns the two sums of a shard, and the gradients of weight, if any, and bias."""
+        """Returns the two sums of a shard, and the gradients of weight, if any, and bias.
+
+        The second sum is in the dtype of the mean, in which both travel between ranks.
+        """
         if not x.numel():
-            zeros = batch.mean.new_zeros(x.size(1), dtype=accumulation_dtype(x.dtype))
+            zeros = torch.zeros_like(batch.mean)
             return zeros, zeros, weight if weight is None else zeros, zeros
+        args = dy, x, batch.mean, batch.inverse
+        if weight is not None:
+            return self.backward_reduce(*args, weight, True, True, True)  # type: ignore[no-any-return]
         # Without a weight, kernels refuse to compute the gradients of parameters, or return empty
         # tensors, by the layout of x.
-        has_weight = weight is not None
-        args = dy, x, batch.mean, batch.inverse, weight, True, has_weight, has_weight
-        sum_dy, sum_dy_xmu, dweight, dbias = self.backward_reduce(*args)
-        return (sum_dy, sum_dy_xmu, *((dweight, dbias) if has_weight else (None, sum_dy)))
+        sum_dy, sum_dy_xmu, *_ = self.backward_reduce(*args, None, True, False, False)
+        return sum_dy, sum_dy_xmu, None, sum_dy
 
     def gradient(
         self,
@@ -142,8 +147,8 @@ class Kernels:
             if n >= 2**31:  # the kernel divides by an int32
                 sum_dy, sum_dy_xmu, n = sum_dy / n, sum_dy_xmu / n, 1
             counts = constant_tensor((n,), x.device, torch.int32)
-        if weight is not None:  # of contiguous x in half precision, too, it is in float32
-            weight = in_dtype(weight, accumulation_dtype(x.dtype))
+        if weight is not None and weight.dtype in HALF:  # which contiguous x does not take
+            weight = weight.float()
         args = dy, x, batch.mean, batch.inverse, weight, sum_dy, sum_dy_xmu, counts
         return self.backward_elemt(*args)  # type: ignore[no-any-return]
 

@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from replication import ProcessGroup
 from replication.extending import Signature, apply_of
-from syncbn.channels import constant_tensor, in_dtype, in_format_of
+from syncbn.channels import constant_tensor, in_format_of
 from syncbn.kernels import Kernels, in_one_dtype
 from syncbn.statistics import Arguments, CountBatch, KernelMoments, check_count
 from syncbn.textbook import differentiable_gradients
@@ -88,9 +88,7 @@ class NormalizeRank(Function):
         dy, dx = in_format_of(dy, x), None
         sum_dy, sum_dy_xmu, dweight, dbias = kernels.reduce_gradient(dy, x, batch, weight)
         if needs_dx:
-            # In one dtype on all ranks: a shard without values has sums of fewer digits.
-            sums = [in_dtype(each, batch.mean.dtype) for each in (sum_dy, sum_dy_xmu)]
-            totals = group.add(signature, *sums)
+            totals = group.add(signature, sum_dy, sum_dy_xmu)
             dx = kernels.gradient(dy, x, batch, weight, totals)
         return dx, dweight, dbias if needs_dbias else None, None, None, None, None, None
 

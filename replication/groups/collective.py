@@ -23,7 +23,6 @@ from torch import distributed
 from replication._torch import device_of_group, gathered, is_profiling, named_range
 from replication.errors import ReplicationError, add_note
 from replication.groups.base import Signature, check_same_call
-from replication.groups.registry import state_of
 
 _REMEDY = (
     "First check the other ranks' logs for an earlier error. If there is none, at least one rank "
@@ -35,11 +34,11 @@ _REMEDY = (
 
 
 class Collective:
-    """A call that this rank makes, counted when it is constructed.
+    """A call that this rank makes.
 
     The ``signature`` must match on all ranks, and so must the name, which is that of the layer.
-    How many calls came before is only told in messages: a backend connects the first call of one
-    rank with the first of the others, the second with the second, and so on.
+    The ``ordinal``, counted from 1 in the group, is only told in messages: a backend connects the
+    first call of one rank with the first of the others, the second with the second, and so on.
     """
 
     # A class, because `contextlib.contextmanager` sets attributes of an error that passes through,
@@ -48,11 +47,9 @@ class Collective:
     #: In profiles.
     _range: Any = None
 
-    def __init__(self, process_group: Any, name: str, signature: Signature) -> None:
+    def __init__(self, process_group: Any, name: str, signature: Signature, ordinal: int) -> None:
         self.process_group, self.name, self.signature = process_group, name, signature
-        # A lock would not help: calls in several threads at once would match in no order.
-        state = state_of(self.process_group)
-        self.ordinal = state.calls = state.calls + 1
+        self.ordinal = ordinal
 
     def __str__(self) -> str:
         return f"`{self.name}`, call {self.ordinal}: {self.signature}"

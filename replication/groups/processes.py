@@ -18,7 +18,7 @@ collective     what a rank gets                      derivative
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from math import prod
@@ -33,6 +33,7 @@ from replication._torch import (
     all_reduce_in_place,
     gathered,
     is_exporting,
+    is_usable,
     uncompiled,
     wait_for_all,
 )
@@ -147,6 +148,9 @@ class ProcessGroup(Group):
         NotImplementedError: See `Group`.
     """
 
+    #: Numbers the calls, those of all layers in the group. None before the first.
+    _calls: Iterator[int] | None = None
+
     def __init__(self, process_group: Any = None, name: str = "ProcessGroup") -> None:
         used = as_process_group(process_group) or world()
         if used is None:
@@ -167,7 +171,8 @@ class ProcessGroup(Group):
     def process_group(self) -> Any:
         """The group of `torch.distributed`, or ReplicationError if it is destroyed."""
         process_group = self._process_group()
-        check_usable(process_group, self.name)
+        if not is_usable(process_group):
+            check_usable(process_group, self.name)  # which says why
         return process_group
 
     @property
@@ -175,7 +180,11 @@ class ProcessGroup(Group):
         return f"`{self.name}`, rank {self.rank}"
 
     def _collective(self, signature: Signature) -> Collective:
-        return Collective(self.process_group, self.name, signature)
+        process_group, calls = self.process_group, self._calls
+        if calls is None:
+            calls = self._calls = state_of(process_group).calls
+        # A lock would not help: calls in several threads at once would match in no order.
+        return Collective(process_group, self.name, signature, next(calls))
 
     # -- for layers that have their own autograd nodes -----------------------------------------
 
@@ -198,14 +207,14 @@ class ProcessGroup(Group):
         Raises:
             ReplicasDiverged: The calls differ. Not on accelerators.
         """
-        lengths = [part.size(0) for part in parts]
+        lengths = tuple(map(Tensor.numel, parts))  # in C, as each call of Python shows on GPUs
         with self._collective(signature) as call:
             if not parts[0].is_cpu:
                 rows = gathered(torch.cat(parts), call.process_group)
                 return rows.split_with_sizes(lengths, 1)
             vector = torch.cat((*parts, _on_host(call.number, parts[0].dtype)))
             rows = gathered(vector, call.process_group)
-            *stacked, numbers = rows.split_with_sizes([*lengths, 1], 1)
+            *stacked, numbers = rows.split_with_sizes((*lengths, 1), 1)
             call.check(numbers.view(-1).tolist())
             return stacked
 
@@ -217,7 +226,7 @@ class ProcessGroup(Group):
         Raises:
             ReplicasDiverged: The calls differ. Not on accelerators.
         """
-        lengths = [part.size(0) for part in parts]
+        lengths = tuple(map(Tensor.numel, parts))  # in C, as each call of Python shows on GPUs
         with self._collective(signature) as call:
             if not parts[0].is_cpu:
                 vector = torch.cat(parts)
@@ -226,7 +235,7 @@ class ProcessGroup(Group):
             number = call.number
             vector = torch.cat((*parts, _on_host(number, parts[0].dtype)))
             vector = _added_on_host(vector, call.process_group)
-            *sums, total = vector.split_with_sizes([*lengths, 1])
+            *sums, total = vector.split_with_sizes((*lengths, 1))
             if total.item() != number * self.size:
                 call.compare_lengths()
             return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,8 @@ from replication.warning import warn
 
 class ProcessGroupState:
     def __init__(self) -> None:
-        #: The number of calls that this rank has made.
-        self.calls = 0
+        #: Numbers the calls that this rank makes.
+        self.calls = count(1)
         #: The groups made of this one, by the size of the parts.
         self.parts: dict[int, Any] = {}
         #: Each `ProcessGroup` of a layer, by its name.

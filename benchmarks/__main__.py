@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import host, layer, overhead, processes, step
-from benchmarks.measuring import Row, Table, line, lines, parser, ratio, show
+from benchmarks.measuring import Row, Table, line, lines, parser, ratio, replaced, show
 from tests.cuda.environment import TORCH
 
 figure = import_module("benchmarks.figure") if find_spec("matplotlib") else None
@@ -62,8 +62,6 @@ SUMMARY = {
 PAGE = Path(__file__).with_name("README.md")
 DETAILS = PAGE.with_name("details.md")
 PICTURE = PAGE.with_name("steps.png")
-#: What encloses the texts that a run replaces.
-MARKS = "<!-- {}: begin -->", "<!-- {}: end -->"
 
 
 def span(rows: Sequence[Row], way: str, phase: int = 0) -> str:
@@ -111,14 +109,6 @@ def details(tables: Mapping[str, Sequence[Table]]) -> str:
     """All tables."""
     texts = ["\n".join(lines(table)).strip() for part in tables.values() for table in part]
     return "\n\n".join(["## Tables", *texts])
-
-
-def replaced(page: str, name: str, text: str) -> str:
-    """The page with another text between the marks of this name."""
-    begin, end = (mark.format(name) for mark in MARKS)
-    before, rest = page.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from benchmarks import simulated
-from benchmarks.measuring import in_processes, line
+from benchmarks.measuring import in_processes, line, replaced
 from replication import DataParallel
 from syncbn import convert_model
 from tests.cuda import environment, runtime
@@ -224,24 +224,10 @@ def lines() -> Iterator[str]:
 
 
 def table() -> str:
-    return "\n".join(("", *lines(), "", ""))
+    return "\n".join(lines())
 
 
 PAGE = Path(__file__).with_name("details.md")
-
-
-def marked(page: str, name: str) -> tuple[str, str, str]:
-    """What comes before the text between the marks of a name, this text, and what comes after."""
-    before, begin, rest = page.partition(f"<!-- {name}: begin -->\n")
-    text, end, after = rest.partition(f"<!-- {name}: end -->")
-    assert begin and end, f"the page has no marks of {name}"
-    return before + begin, text, end + after
-
-
-def replaced(page: str, name: str, text: str) -> str:
-    """The page with another text between the marks."""
-    before, _, after = marked(page, name)
-    return before + text + after
 
 
 def print_or_write(about: str | None, table: Callable[[], str], name: str) -> None:
@@ -253,7 +239,7 @@ def print_or_write(about: str | None, table: Callable[[], str], name: str) -> No
         found = table()
     except environment.Unavailable as reason:
         options.error(str(reason))
-    print(found.strip())
+    print(found)
     if given.write:
         PAGE.write_text(replaced(PAGE.read_text("utf-8"), name, found), "utf-8")
 

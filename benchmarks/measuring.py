@@ -205,3 +205,20 @@ def show(table: Table) -> Table:
     for line in lines(table._replace(rows=printed)):
         print(line, flush=True)
     return table._replace(rows=list(rows))
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+
+def marked(page: str, name: str) -> tuple[str, str, str]:
+    """What comes before the text between the marks of a name, this text, and what comes after."""
+    before, begin, rest = page.partition(f"<!-- {name}: begin -->\n\n")
+    text, end, after = rest.partition(f"\n\n<!-- {name}: end -->")
+    assert begin and end, f"the page has no marks of {name}"
+    return before + begin, text, end + after
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """The page with another text between the marks of a name, which a run replaces."""
+    before, _, after = marked(page, name)
+    return before + text + after

@@ -74,7 +74,7 @@ def table() -> str:
     rows = [["kernels of", *WAYS], ["---"] * (1 + len(WAYS))]
     for kernel, ways in found.items():
         rows.append([f"{kernel} us", *(f"{taken:,.0f}" for taken in ways.values())])
-    return "\n".join(("", ABOUT, "", *map(line, rows), "", ""))
+    return "\n".join((ABOUT, "", *map(line, rows)))
 
 
 if __name__ == "__main__":

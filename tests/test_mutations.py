@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.measuring import line
+from benchmarks.measuring import line, marked, replaced
 from replication import Verification, verify_ranks
 from tests import mutations
 from tests.kit.deadlines import DEADLINE
@@ -25,7 +25,6 @@ from tests.kit.ranks import needs_gloo
 pytestmark = [needs_gloo, pytest.mark.slow]
 
 PAGE = Path(__file__).parent.parent / "docs" / "mutations.md"
-MARKS = "<!-- mutations: begin -->", "<!-- mutations: end -->"
 
 
 class Found(NamedTuple):
@@ -128,8 +127,7 @@ def table(seconds: dict[str, str]) -> str:
 
 
 def test_the_page_has_the_table():
-    begin, end = MARKS
-    written = PAGE.read_text("utf-8").partition(begin)[2].partition(end)[0].strip()
+    _, written, _ = marked(PAGE.read_text("utf-8"), "mutations")
     seconds = [text.split(" | ")[-1].removesuffix(" |") for text in written.splitlines()[2:]]
     assert all(float(text) > 0 for text in seconds)
     assert written == table(dict(zip(FOUND, seconds, strict=True)))
@@ -149,10 +147,8 @@ def main() -> None:
         assert isinstance(result, ValueError) or not result, name
         print(row(name, seconds[name]), flush=True)
     if options.write:
-        before, rest = PAGE.read_text("utf-8").split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        text = f"{before}{MARKS[0]}\n\n{table(seconds)}\n\n{MARKS[1]}{after}"
-        PAGE.write_text(text, "utf-8")
+        page = replaced(PAGE.read_text("utf-8"), "mutations", table(seconds))
+        PAGE.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":

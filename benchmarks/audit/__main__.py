@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.__main__ import replaced
 from benchmarks.audit import by_hand
 from benchmarks.audit.common import Setting
 from benchmarks.audit.settings import LIBRARIES, SETTINGS, made
-from benchmarks.measuring import line
+from benchmarks.measuring import line, replaced
 from replication import ReplicationError, Verification, verify_ranks
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "audit.md"

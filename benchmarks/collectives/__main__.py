@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.__main__ import replaced
 from benchmarks.collectives.peers import PEERS, Peer
 from benchmarks.collectives.probes import NONE, PROBES, in_replicas, run
-from benchmarks.measuring import line
+from benchmarks.measuring import line, replaced
 from benchmarks.started import Ended, started
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "collectives-compared.md"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import host, launches, processes, simulated
+from benchmarks.measuring import marked
 from tests.cuda.matrix import DEVICES, skip_file_without
 from tests.cuda.runtime import LAZY, needs_simulation
 
@@ -30,7 +31,7 @@ def counts() -> Any:
 def test_the_page_has_what_is_counted(counts, monkeypatch):
     """If this fails: ``python -m benchmarks.launches --write``."""
     monkeypatch.setattr(simulated, "call", lambda *arguments, **options: counts)
-    _, text, _ = launches.marked(launches.PAGE.read_text("utf-8"), "launches")
+    _, text, _ = marked(launches.PAGE.read_text("utf-8"), "launches")
     assert text == launches.table()
 
 

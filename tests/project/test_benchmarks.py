@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks import __main__ as suite
 from benchmarks import compiling, gpu, layer, masks, overhead, processes, step, yardsticks
-from benchmarks.measuring import Row, Table
+from benchmarks.measuring import Row, Table, marked
 from benchmarks.networks import NETWORKS, Head, UNet, dense, resnet
 from syncbn import replicas
 from tests.kit.programs import needs_cpp_compiler
@@ -167,8 +167,7 @@ def test_the_page_begins_with_a_line_for_each_way_to_train():
 
 
 def test_every_table_is_on_the_page_of_details():
-    begin, end = (mark.format("figures") for mark in suite.MARKS)
-    figures = suite.DETAILS.read_text("utf-8").split(begin)[1].split(end)[0]
+    _, figures, _ = marked(suite.DETAILS.read_text("utf-8"), "figures")
     titles = {line[4:] for line in figures.splitlines() if line.startswith("### ")}
     assert {*suite.SUMMARY, "A layer alone", "Copies of a network", "Memory"} <= titles
 
